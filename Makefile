@@ -1,0 +1,40 @@
+# make train · make test · make check · make fix        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH  ?= torch==2.13.0
+EXTRA  ?=
+RANKS  ?= 2
+ARGS   ?=
+BIN    := .venv/bin
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+,      := ,
+
+.PHONY: train test check fix clean FORCE
+.DEFAULT_GOAL := check
+
+train: .venv/installed  ## two ranks train a byte-level GPT; ARGS="--algorithm onebit_adam --ranks 3", ARGS=--help
+	@$(BIN)/python examples/train_gpt.py --ranks $(RANKS) $(ARGS)
+
+test: .venv/installed  ## the whole suite; ARGS="-k bucket" for a part
+	$(BIN)/pytest --cov $(ARGS)
+
+check: .venv/installed  ## what needs no run: lint, format, types, layers, CHANGELOG against the version
+	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports
+	$(BIN)/pytest -q -p no:cacheprovider tests/test_project.py -k version
+
+fix: .venv/installed  ## what ruff can mend by itself
+	$(BIN)/ruff check --fix && $(BIN)/ruff format
+
+clean:
+	rm -rf .venv dist build .coverage* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+
+# Installed again only when pyproject.toml, the constraints, TORCH or EXTRA change. For a CUDA build:
+#   make train TORCH="torch==2.13.0 --index-url https://…" EXTRA=cu12 ARGS="--device cuda"      (cu12 or cu13, never both)
+.venv/installed: pyproject.toml constraints.txt .venv/choice
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@echo "installing into .venv: $(TORCH), bagua-rt, tools (minutes, the first time)"
+	@$(PIP) $(TORCH)
+	@$(PIP) -e ".[dev,examples$(if $(EXTRA),$(,)$(EXTRA))]"
+	@touch $@
+
+.venv/choice: FORCE
+	@mkdir -p .venv && echo "$(TORCH) $(EXTRA)" | cmp -s - $@ || echo "$(TORCH) $(EXTRA)" > $@

@@ -1,0 +1,20 @@
+"""Communication algorithms, and the contract for writing one (base.py)."""
+
+from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
+from bagua_rt.algorithms.decentralized import Decentralized
+from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
+from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
+from bagua_rt.algorithms.registry import create, names, register
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmState",
+    "Context",
+    "Decentralized",
+    "GradientAllReduce",
+    "LaunchOn",
+    "OneBitAdamAlgorithm",
+    "create",
+    "names",
+    "register",
+]

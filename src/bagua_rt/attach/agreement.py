@@ -1,0 +1,71 @@
+"""Do all ranks attach the same thing? If not, every rank raises the same text, before anything is moved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from bagua_rt.attach.names import NamedTensors
+from bagua_rt.control import Control
+from bagua_rt.errors import LayoutMismatchError
+
+Line = tuple[str, str]
+"""What it is about ("parameter 'a.weight'"), and what this rank has there."""
+
+
+def describe(named: NamedTensors, settings: Mapping[str, object]) -> list[Line]:
+    """Everything that ranks must have in common, in the order in which differences are worth telling."""
+    lines: list[Line] = []
+    for group in (named.trainable, named.frozen):
+        lines += [(f"parameter {name!r}", _tensor(param)) for name, param in group.items()]
+    lines += [(f"buffer {name!r}", _tensor(buffer)) for name, buffer in named.buffers.items()]
+    lines.append(("the ignored names", ", ".join(named.ignored) or "none"))
+    lines += [(f"the setting {key}", str(value)) for key, value in settings.items()]
+    return lines
+
+
+def agree_on(lines: Sequence[Line], control: Control) -> None:
+    """Compare `lines` with all ranks.
+
+    Raises:
+        LayoutMismatchError: on every rank; names the first difference and the odd ranks.
+    """
+    payload = json.dumps(lines).encode()
+    if len(set(control.agree("layout digest", hashlib.sha256(payload).digest()))) == 1:
+        return
+    of_rank: list[list[Line]] = [
+        [(subject, value) for subject, value in json.loads(answer)] for answer in control.agree("layout", payload)
+    ]
+    position = next(i for i in range(max(map(len, of_rank))) if len({_at(lines, i) for lines in of_rank}) > 1)
+    here = [_at(lines, position) for lines in of_rank]
+    usual = _most_common(here)
+    odd = {rank: line for rank, line in enumerate(here) if line != usual}
+    raise LayoutMismatchError(
+        f"the ranks' models or settings differ, first at {usual[0]}",
+        expected=f"{_text(usual, usual)} on every rank, as on rank {here.index(usual)}",
+        got="; ".join(f"{_text(line, usual)} on rank {rank}" for rank, line in odd.items()),
+        fix="build the same model, in the same order, with the same arguments on every rank",
+    )
+
+
+def _at(lines: Sequence[Line], position: int) -> Line:
+    return tuple(lines[position]) if position < len(lines) else ("the end of the list", "nothing more")  # type: ignore[return-value]
+
+
+def _most_common(lines: Sequence[Line]) -> Line:
+    """What most ranks have; rank 0's where no majority says otherwise."""
+    line, count = Counter(lines).most_common(1)[0]
+    return line if count > lines.count(lines[0]) else lines[0]
+
+
+def _text(line: Line, usual: Line) -> str:
+    return line[1] if line[0] == usual[0] else f"{line[0]} ({line[1]})"
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    kind = "trainable" if tensor.requires_grad else "no gradient"
+    return f"shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())}, {tensor.dtype}, {kind}"

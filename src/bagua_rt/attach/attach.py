@@ -1,0 +1,224 @@
+"""`attach`: make a model train data-parallel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from bagua_rt.algorithms.base import Algorithm, Context
+from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
+from bagua_rt.attach.agreement import agree_on, describe
+from bagua_rt.attach.attached import Attached, Attachment
+from bagua_rt.attach.engine import Engine, Options
+from bagua_rt.attach.hooks import Hooks, attachment_of
+from bagua_rt.attach.names import NamedTensors, name_tensors
+from bagua_rt.attach.resources import Resources
+from bagua_rt.bucket import ParameterSpec
+from bagua_rt.config import RuntimeConfig
+from bagua_rt.errors import UsageError
+from bagua_rt.optim.paired import PairedOptimizer
+from bagua_rt.process_group import ProcessGroup, default_group
+from bagua_rt.replicate import replicate_optimizers, replicate_tensors
+
+_MIB = 1024 * 1024
+_numbers = itertools.count()
+
+
+def attach(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+    algorithm: Algorithm | None = None,
+    *,
+    process_group: ProcessGroup | None = None,
+    bucket_cap_mb: float = 10.0,
+    first_bucket_mb: float = 1.0,
+    find_unused_parameters: bool = False,
+    ignore: Iterable[str] = (),
+    broadcast_buffers: bool = True,
+    gradient_as_bucket_view: bool = True,
+    commit: Literal["host"] = "host",
+    check: bool = False,
+    name: str | None = None,
+) -> Attached:
+    """Make `model` train data-parallel: same object, same state_dict keys. Collective over the group.
+
+    Parameters (frozen ones too), buffers and the optimizers' state become rank 0's. From then on every
+    backward outside of `no_sync` leaves the same gradients on every rank (or does what `algorithm` says),
+    and every step of a given optimizer first makes sure of that.
+
+    Args:
+        model: The model, on the group's device.
+        optimizers: The optimizer, or optimizers, that step its parameters. Without them there is no gate
+            before the step, and the algorithm must not need one.
+        algorithm: How ranks communicate; None takes the optimizer's own (bagua_rt.optim), else
+            GradientAllReduce.
+        process_group: The ranks; None takes `default_group`.
+        bucket_cap_mb: Most MiB in a bucket; a larger parameter is alone in its own.
+        first_bucket_mb: Most MiB in the first bucket.
+        find_unused_parameters: May a parameter lack a gradient? It then counts as zero in the mean, and
+            stays untouched if no rank has one. Costs nothing.
+        ignore: Names of parameters and buffers to leave alone, beside the model's own
+            ``_ddp_params_and_buffers_to_ignore``.
+        broadcast_buffers: Make buffers rank 0's before each forward of `model` outside of `no_sync`.
+        gradient_as_bucket_view: Let ``.grad`` be memory of the bucket, which saves a copy.
+        commit: "host": before a step, the host waits until the gradients are agreed and complete.
+        check: Look for gradients that are not finite, and raise on every rank before the step.
+        name: The attachment's name in messages and traces, the same on every rank.
+
+    Returns:
+        The handle; keep it as long as the model trains, and `close` it to undo everything.
+
+    Raises:
+        UsageError: an argument is not usable; nothing was changed.
+        LayoutMismatchError: the ranks' models, optimizers or arguments differ: on every rank.
+        ClosedError: the process group was closed.
+        CollectiveError: a rank did not come.
+    """
+    group = default_group() if process_group is None else process_group
+    given = _listed(optimizers)
+    _check_arguments(model, given, bucket_cap_mb, first_bucket_mb, commit)
+    algorithm = _chosen(algorithm, given)
+    named = name_tensors(model, ignore)
+    _check_tensors(named, group)
+    replaced = attachment_of(model)
+    if isinstance(replaced, Attachment):
+        replaced.detach(orderly=True)
+    name = name or f"model{next(_numbers)}"
+    options = Options(
+        cap_bytes=int(bucket_cap_mb * _MIB),
+        first_cap_bytes=int(first_bucket_mb * _MIB),
+        find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        check=check,
+    )
+    resources = Resources(group, name, hierarchical=bool(getattr(algorithm, "hierarchical", False)))
+    try:
+        settings = {"algorithm": algorithm, "broadcast_buffers": broadcast_buffers, "options": options}
+        agree_on(describe(named, settings), resources.control)
+        attachment = _make(named, given, algorithm, resources, options, broadcast_buffers)
+    except BaseException:
+        resources.close()
+        raise
+    _install(model, named, given, attachment)
+    return Attached(attachment, name)
+
+
+def _make(
+    named: NamedTensors,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    algorithm: Algorithm,
+    resources: Resources,
+    options: Options,
+    broadcast_buffers: bool,
+) -> Attachment:
+    group, world = resources.group, resources.communicators.world
+    tensors = {**named.trainable, **named.frozen, **named.buffers}
+    replicate_tensors(list(tensors.values()), world, group.backend.device)
+    replicate_optimizers(
+        optimizers, world, group.backend.device, resources.control, names={p: n for n, p in named.trainable.items()}
+    )
+    context = Context(
+        communicators=resources.communicators,
+        device=group.backend.device,
+        kernels=group.backend.kernels,
+        optimizers=optimizers,
+        names={param: name for name, param in named.trainable.items()},
+    )
+    state = algorithm.bind(context)
+    try:
+        engine = Engine(named.trainable, context, state, resources.pipeline, resources.control, options)
+    except BaseException:
+        state.close()
+        raise
+    trace_dir = RuntimeConfig.from_environment().trace_dir
+    return Attachment(named, context, algorithm, engine, Hooks(), resources, broadcast_buffers, trace_dir)
+
+
+def _install(
+    model: nn.Module,
+    named: NamedTensors,
+    optimizers: Iterable[torch.optim.Optimizer],
+    attachment: Attachment,
+) -> None:
+    hooks, engine = attachment.hooks, attachment.engine
+    hooks.install_on_parameters(named.trainable.values(), engine)
+    hooks.install_on_module(model, attachment.before_forward)
+    for optimizer in optimizers:
+        hooks.install_on_optimizer(optimizer, engine)
+    hooks.mark(model, attachment)
+    resources = attachment.resources
+    resources.on_close(resources.group.on_close(lambda: attachment.detach(orderly=False)))
+
+
+def _listed(
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> tuple[torch.optim.Optimizer, ...]:
+    given = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    for optimizer in given:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                "optimizers holds what is no optimizer",
+                expected="torch.optim.Optimizer, one or several",
+                got=type(optimizer).__name__,
+            )
+    return given
+
+
+def _chosen(algorithm: Algorithm | None, optimizers: Iterable[torch.optim.Optimizer]) -> Algorithm:
+    paired = [optimizer for optimizer in optimizers if isinstance(optimizer, PairedOptimizer)]
+    if algorithm is None:
+        if len(paired) > 1:
+            raise UsageError(
+                "several optimizers bring an algorithm of their own",
+                expected="at most one",
+                got=", ".join(type(optimizer).__name__ for optimizer in paired),
+                fix="attach a model with one of them",
+            )
+        return paired[0].algorithm if paired else GradientAllReduce()
+    if not isinstance(algorithm, Algorithm):
+        raise UsageError(
+            "algorithm is none",
+            expected="an Algorithm, as bagua_rt.GradientAllReduce()",
+            got=repr(algorithm),
+            fix="bagua_rt.algorithms.create(name) makes one from its name",
+        )
+    return algorithm
+
+
+def _check_arguments(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    bucket_cap_mb: float,
+    first_bucket_mb: float,
+    commit: str,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError("model is none", expected="a torch.nn.Module", got=type(model).__name__)
+    for argument, value in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e6:
+            raise UsageError(f"{argument} is not usable", expected="a number of MiB above 0", got=repr(value))
+    if commit != "host":
+        raise UsageError("commit is not usable", expected="'host'", got=repr(commit))
+    if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
+        raise UsageError("an optimizer was given twice", expected="each once")
+
+
+def _check_tensors(named: NamedTensors, group: ProcessGroup) -> None:
+    for name, param in named.trainable.items():
+        ParameterSpec.of(name, param)
+    for name, tensor in {**named.trainable, **named.frozen, **named.buffers}.items():
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise UsageError(
+                f"{name!r} is not initialised yet", expected="shapes that are known", fix="run a forward first"
+            )
+        if tensor.device.type != group.device.type:
+            raise UsageError(
+                f"{name!r} is on another device than the process group",
+                expected=str(group.device),
+                got=str(tensor.device),
+                fix=f"move the model with .to('{group.device.type}') before attach()",
+            )

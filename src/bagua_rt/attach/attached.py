@@ -1,0 +1,272 @@
+"""`Attached`: a model that trains data-parallel, as its trainer sees it."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua_rt.algorithms.base import Algorithm, Context
+from bagua_rt.attach.engine import Engine
+from bagua_rt.attach.hooks import Hooks
+from bagua_rt.attach.names import NamedTensors
+from bagua_rt.attach.resources import Resources
+from bagua_rt.bucket import BucketPlan
+from bagua_rt.errors import ClosedError, UsageError
+from bagua_rt.replicate import TensorReplicator
+from bagua_rt.scheduler import Round
+from bagua_rt.trace import Statistics, Trace
+
+_log = logging.getLogger("bagua_rt")
+
+
+class Attachment:
+    """What an attachment consists of; its handle may be collected, its end is always `detach`."""
+
+    def __init__(
+        self,
+        named: NamedTensors,
+        context: Context,
+        algorithm: Algorithm,
+        engine: Engine,
+        hooks: Hooks,
+        resources: Resources,
+        broadcast_buffers: bool,
+        trace_dir: Path | None,
+    ) -> None:
+        self.named = named
+        self.context = context
+        self.algorithm = algorithm
+        self.engine = engine
+        self.hooks = hooks
+        self.resources = resources
+        self.trace = Trace(context.world.rank)
+        self.is_closed = False
+        self._trace_dir = trace_dir
+        self._buffers: TensorReplicator | None = None
+        if broadcast_buffers and named.buffers and context.world_size > 1:
+            self._buffers = TensorReplicator(self._current_buffers(), context.world, context.device)
+        if trace_dir is not None:
+            self.start_trace()
+
+    def before_forward(self, training: bool) -> None:
+        """Broadcast the buffers, and let the engine open what begins at a forward."""
+        self.engine.on_forward(training)
+        if self._buffers is not None and self.engine.is_synchronised:
+            self._broadcast(self._buffers)
+
+    def _current_buffers(self) -> list[torch.Tensor]:
+        """A module may have replaced a buffer since, by assigning to it."""
+        return [module._buffers[key] for module, key in self.named.buffer_places]
+
+    def _broadcast(self, buffers: TensorReplicator) -> None:
+        buffers.pack(self._current_buffers())
+        self.engine.pipeline.call("the buffers", lambda lane: buffers.queue(self.context.world, lane))
+        buffers.unpack()
+
+    def start_trace(self) -> None:
+        """Record spans from now on."""
+        self.trace.start()
+        self.engine.pipeline.is_timed = True
+        self.engine.pipeline.on_round_complete = self._trace_round
+
+    def stop_trace(self) -> None:
+        """Record no more."""
+        self.trace.stop()
+        self.engine.pipeline.is_timed = False
+        self.engine.pipeline.on_round_complete = None
+
+    def _trace_round(self, round_: Round, began_us: float, ended_us: float) -> None:
+        device, lanes = self.context.device, self.context.communicators.lanes
+        self.trace.add("exposed communication", "trainer", began_us, ended_us, round=round_.number)
+        for bucket, ready, launched_us, done in zip(
+            self.engine.buckets, round_.ready, round_.launched_us, round_.done, strict=True
+        ):
+            if ready is None or done is None:
+                continue
+            name, size = f"bucket {bucket.index}", bucket.plan.nbytes
+            lane = lanes[bucket.plan.lane].name
+            self.trace.add(f"{name} in queue", "queue", device.time_us(ready), launched_us, bytes=size)
+            self.trace.add(
+                name, lane, launched_us, device.time_us(done), bytes=size, parameters=list(bucket.plan.names)
+            )
+
+    def detach(self, *, orderly: bool) -> None:
+        """Undo everything that attaching did. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.hooks.remove()
+        try:
+            self.engine.close(orderly=orderly)
+        finally:
+            self.resources.close()
+            if self._trace_dir is not None:
+                self.trace.write_chrome(self._trace_dir)
+
+
+def _collected(attachment: Attachment, name: str) -> None:
+    """The handle is gone. Without it nobody can close the attachment, so it ends here, audibly."""
+    if not attachment.is_closed:
+        text = f"the handle of attach() for {name} was collected: the model is detached; keep it, or close() it"
+        warnings.warn(text, ResourceWarning, stacklevel=2)
+        attachment.detach(orderly=False)
+
+
+class Attached:
+    """A model that trains data-parallel. Made by `attach`; keep it as long as the model trains.
+
+    The model stays the object it was. Also a context manager, which closes it.
+    """
+
+    def __init__(self, attachment: Attachment, name: str) -> None:
+        self._attachment = attachment
+        self._name = name
+        finalizer = weakref.finalize(self, _collected, attachment, name)
+        finalizer.atexit = False
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in use."""
+        return self._attachment.algorithm
+
+    @property
+    def buckets(self) -> tuple[BucketPlan, ...]:
+        """The present plan, in launch order: names, real sizes and lanes."""
+        return tuple(bucket.plan for bucket in self._attachment.engine.buckets)
+
+    @property
+    def trace(self) -> Trace:
+        """Recorded spans."""
+        return self._attachment.trace
+
+    @contextmanager
+    def tracing(self, path: str | Path) -> Iterator[Trace]:
+        """Record spans inside, then write one Chrome trace per rank.
+
+        Args:
+            path: A file, or a folder, which gets one file per rank.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        attachment = self._open()
+        attachment.start_trace()
+        try:
+            yield attachment.trace
+        finally:
+            attachment.stop_trace()
+            attachment.trace.write_chrome(path)
+
+    def no_sync(self) -> Any:
+        """Within this context manager backwards accumulate locally; may be nested.
+
+        It is where the *backward* runs that counts: a forward inside with its backward outside synchronises,
+        and the backward outside reduces all that was accumulated. A step() while gradients are only local
+        raises UsageError.
+        """
+        return self._open().engine.no_sync()
+
+    def statistics(self) -> Statistics:
+        """Totals since attach; see bagua_rt.trace for the definitions."""
+        attachment = self._attachment
+        communicators = attachment.context.communicators
+        return Statistics(
+            generations=attachment.engine.generations,
+            buckets=len(attachment.engine.buckets),
+            bytes_sent=sum(comm.bytes_sent for comm in communicators.each()),
+            communication_us=sum(lane.busy_us for lane in communicators.lanes),
+            exposed_us=attachment.engine.pipeline.exposed_us,
+        )
+
+    def switch(self, algorithm: Algorithm) -> None:
+        """Go on with another algorithm. Weights and optimizer state stay what they are on each rank.
+
+        Args:
+            algorithm: The new algorithm; the same on every rank.
+
+        Raises:
+            UsageError: it can't do this model, world or optimizer.
+            LayoutMismatchError: the ranks switch to different algorithms.
+        """
+        attachment = self._open()
+        if not isinstance(algorithm, Algorithm):
+            raise UsageError("switch() got no algorithm", expected="an Algorithm", got=repr(algorithm))
+        attachment.resources.agree_on_algorithm(algorithm)
+        attachment.engine.replace_state(algorithm.bind(attachment.context))
+        attachment.algorithm = algorithm
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the model's and the optimizers' own state_dict().
+
+        Per rank: every rank saves its own.
+        """
+        attachment = self._open()
+        engine = attachment.engine
+        engine.settle()
+        return {
+            "algorithm": attachment.algorithm.name,
+            "world_size": attachment.context.world_size,
+            "generations": engine.generations,
+            "order": [engine.names[i] for i in engine.order] if engine.has_real_order else None,
+            "state": engine.state.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave; collective.
+
+        Raises:
+            UsageError: it belongs to another algorithm or model.
+        """
+        engine = self._open().engine
+        if state["algorithm"] != self.algorithm.name:
+            raise UsageError(
+                "this checkpoint belongs to another algorithm",
+                expected=self.algorithm.name,
+                got=str(state["algorithm"]),
+            )
+        engine.settle()
+        if state["order"] is not None:
+            engine.use_order(_indices(engine.names, state["order"]))
+        engine.generations = int(state["generations"])
+        if state["world_size"] == self._attachment.context.world_size:
+            engine.load_algorithm_state(state["state"])
+        else:
+            _log.warning(
+                "the checkpoint is of a world of %d ranks: the state of %s starts anew",
+                state["world_size"],
+                self.algorithm.name,
+            )
+
+    def close(self) -> None:
+        """End the attachment: model and optimizers are as they were; gradients stay readable. Idempotent."""
+        self._attachment.detach(orderly=True)
+
+    def _open(self) -> Attachment:
+        if self._attachment.is_closed:
+            raise ClosedError(f"the attachment {self._name} was closed", fix="call attach() again")
+        return self._attachment
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._attachment.detach(orderly=exc[0] is None)
+
+
+def _indices(names: Sequence[str], order: Sequence[str]) -> list[int]:
+    index_of = {name: i for i, name in enumerate(names)}
+    if sorted(order) != sorted(names):
+        raise UsageError(
+            "this checkpoint belongs to another model",
+            expected=f"the parameters {', '.join(names[:5])} …",
+            got=f"{', '.join(order[:5])} …",
+        )
+    return [index_of[name] for name in order]

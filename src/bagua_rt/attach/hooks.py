@@ -1,0 +1,114 @@
+"""Hooks that an attachment installs: one list, so that closing removes every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from bagua_rt.attach.backward import is_running
+from bagua_rt.attach.engine import Engine
+from bagua_rt.optim.paired import PairedOptimizer
+
+
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+class Hook:
+    """A hook that a copied or pickled model does not take along: there it does nothing.
+
+    Args:
+        body: What to call; None does nothing.
+    """
+
+    def __init__(self, body: Callable[..., None] | None = None) -> None:
+        self._body = body
+
+    def __call__(self, *args: Any) -> None:
+        if self._body is not None:
+            self._body(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+class _Mark:
+    """A reference that a copied or pickled model does not take along."""
+
+    def __init__(self, attachment: object = None) -> None:
+        self.attachment = attachment
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
+        return _Mark()
+
+    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
+        return _Mark, ()
+
+
+def attachment_of(module: nn.Module) -> object:
+    """The attachment that `module` was marked with; None without one."""
+    mark = module.__dict__.get(_MARK)
+    return mark.attachment if isinstance(mark, _Mark) else None
+
+
+_MARK = "_bagua_rt_attachment"
+
+
+class Hooks:
+    """Everything that an attachment has installed in a model and its optimizers."""
+
+    def __init__(self) -> None:
+        self._removables: list[_Removable] = []
+        self._paired: list[PairedOptimizer] = []
+        self._marked: list[nn.Module] = []
+
+    def install_on_parameters(self, params: Iterable[nn.Parameter], engine: Engine) -> None:
+        """Tell `engine` of every accumulated gradient. The hook lives as long as the parameter."""
+        for index, param in enumerate(params):
+            hook = Hook(lambda _, index=index: engine.on_gradient(index))
+            self._removables.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def install_on_module(self, module: nn.Module, before_forward: Callable[[bool], None]) -> None:
+        """Call ``before_forward(module.training)`` before each forward of `module` outside of a backward."""
+
+        def body(module: nn.Module, args: object) -> None:
+            if not is_running():  # else an activation checkpoint runs it again
+                before_forward(module.training)
+
+        self._removables.append(module.register_forward_pre_hook(Hook(body), prepend=True))
+
+    def install_on_optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        """Put the commit gate before each step of `optimizer`."""
+
+        def before(*_: object) -> None:
+            engine.before_step(optimizer)
+
+        def after(*_: object) -> None:
+            engine.after_step(optimizer)
+
+        if isinstance(optimizer, PairedOptimizer):
+            optimizer.before_update = Hook(before)
+            self._paired.append(optimizer)
+        else:
+            self._removables.append(optimizer.register_step_pre_hook(Hook(before)))
+        self._removables.append(optimizer.register_step_post_hook(Hook(after)))
+
+    def mark(self, module: nn.Module, attachment: object) -> None:
+        """Let `module` know its attachment, so that a second one can replace it; a copy doesn't know it."""
+        module.__dict__[_MARK] = _Mark(attachment)
+        self._marked.append(module)
+
+    def remove(self) -> None:
+        """Remove every hook. Idempotent."""
+        while self._marked:
+            self._marked.pop().__dict__.pop(_MARK, None)
+        while self._removables:
+            self._removables.pop().remove()
+        while self._paired:
+            self._paired.pop().before_update = None

@@ -1,0 +1,87 @@
+"""One name for each parameter and buffer: used by plans, hooks, digests and messages alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bagua_rt.errors import UsageError
+
+
+@dataclass(frozen=True)
+class NamedTensors:
+    """What of a model takes part.
+
+    Attributes:
+        trainable: Parameters that require gradients, by name, in registration order.
+        frozen: Parameters that don't, by name.
+        buffers: Buffers, by name.
+        buffer_places: For each of them, the module that has it and its key there.
+        ignored: Names that were left out.
+    """
+
+    trainable: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    buffer_places: tuple[tuple[nn.Module, str], ...]
+    ignored: tuple[str, ...]
+
+
+def name_tensors(model: nn.Module, ignore: Iterable[str] = ()) -> NamedTensors:
+    """Name what of `model` takes part; a tensor with several names (tied) takes part once, by its first.
+
+    Args:
+        model: The model.
+        ignore: Names to leave out, beside those in the model's ``_ddp_params_and_buffers_to_ignore``. A
+            tied tensor is left out if any of its names is.
+
+    Raises:
+        UsageError: a name in `ignore` is none of the model's.
+    """
+    own = _names(ignore)
+    of_model = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    params = list(model.named_parameters(remove_duplicate=False))
+    buffers = list(model.named_buffers(remove_duplicate=False))
+    known = {name for name, _ in params} | {name for name, _ in buffers}
+    if unknown := sorted(own - known):
+        raise UsageError(
+            "ignore names what the model doesn't have",
+            expected="names of named_parameters() or named_buffers()",
+            got=", ".join(unknown),
+        )
+    left_out = (own | of_model) & known
+    ignored_ids = {id(tensor) for name, tensor in [*params, *buffers] if name in left_out}
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in params:
+        if id(param) not in ignored_ids:
+            first.setdefault(id(param), (name, param))
+    first_buffer: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, buffer in buffers:
+        if id(buffer) not in ignored_ids:
+            first_buffer.setdefault(id(buffer), (name, buffer))
+    return NamedTensors(
+        trainable={name: param for name, param in first.values() if param.requires_grad},
+        frozen={name: param for name, param in first.values() if not param.requires_grad},
+        buffers=dict(first_buffer.values()),
+        buffer_places=tuple(_place(model, name) for name, _ in first_buffer.values()),
+        ignored=tuple(sorted(left_out)),
+    )
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _names(ignore: Iterable[str]) -> set[str]:
+    if isinstance(ignore, str):
+        raise UsageError(
+            "ignore is one text", expected="a collection of names", got=repr(ignore), fix=f"write [{ignore!r}]"
+        )
+    names = set(ignore)
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise UsageError("ignore holds what is not a name", expected="texts", got=repr(wrong[0]))
+    return names

@@ -1,0 +1,321 @@
+"""The seam: what the runtime needs of a machine, and nothing more.
+
+A stream is an ordered queue of work; an event is a point in it. Everything above this module is written
+against these protocols only; everything below it (``backends/``) implements them.
+
+[Note: CPU compute stream]
+    On a CPU backend the compute stream *is* the calling thread. Work that a caller has done is complete,
+    so an event recorded there is complete too, and ``Device.wait(compute, event)`` can only mean: block
+    this thread until the event is complete, or the device's deadline has passed.
+
+[Note: sticky stream errors]
+    Work queued behind a failed operation does not run. Every event recorded behind it carries its error,
+    until the communicator that failed is aborted or closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
+
+
+class Stream(Protocol):
+    """An ordered queue of work."""
+
+    @property
+    def name(self) -> str:
+        """The name that traces and error texts show."""
+        ...
+
+    @property
+    def busy_us(self) -> float:
+        """Microseconds that the stream has spent in operations and kernels; 0 where it isn't measured."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the stream had met when it reached this point, once it has."""
+        ...
+
+
+class Store(Protocol):
+    """The key-value store of a rendezvous; every ``torch.distributed.Store`` is one."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Device(Protocol):
+    """Streams and events of one device."""
+
+    @property
+    def type(self) -> Literal["cpu", "cuda"]:
+        """The torch device type of the tensors that this device works on."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of every host wait that names none."""
+        ...
+
+    @property
+    def host_is_compute(self) -> bool:
+        """Is the compute stream the calling thread itself ([Note: CPU compute stream])?"""
+        ...
+
+    def compute_stream(self) -> Stream:
+        """The stream that the calling thread's torch operations run on ([Note: CPU compute stream])."""
+        ...
+
+    def new_stream(self, name: str, *, high_priority: bool = True) -> Stream:
+        """A new stream; release it with `close_stream`."""
+        ...
+
+    def close_stream(self, stream: Stream) -> None:
+        """Release a stream whose work is complete. Idempotent."""
+        ...
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """An event that completes when all work queued on `stream` so far has."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Hold back what is queued on `stream` from now on until `event` completes."""
+        ...
+
+    def query(self, event: Event) -> bool:
+        """Has `event` completed (with or without an error)? Never blocks."""
+        ...
+
+    def synchronize(self, event: Event, timeout_s: float | None = None) -> None:
+        """Block the host until `event` completes.
+
+        Raises:
+            CollectiveTimeoutError: it did not within `timeout_s` (None: the device's deadline).
+            BaseException: the error that the event carries.
+        """
+        ...
+
+    def run(self, stream: Stream, fn: Callable[[], None]) -> None:
+        """Queue the torch operations of `fn` on `stream`. They may not synchronise."""
+        ...
+
+    def time_us(self, event: Event) -> float:
+        """When a completed event, recorded with ``timed=True``, completed: host clock, microseconds."""
+        ...
+
+
+class Kernels(Protocol):
+    """Fused operations on buckets, one per file in ``kernels/``; each takes its stream last.
+
+    All of them are asynchronous to the host on the stream that they are given, and every tensor is kept
+    alive until they have run.
+    """
+
+    def copy_in(
+        self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], scale: float, stream: Stream
+    ) -> None:
+        """``views[i] = tensors[i] * scale``; a tensor that already is its view is scaled in place.
+
+        **Shapes:** ``tensors[i]`` and ``views[i]`` have one shape; strides and dtypes may differ.
+        """
+        ...
+
+    def copy_out(
+        self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], stream: Stream
+    ) -> None:
+        """``tensors[i] = views[i]``."""
+        ...
+
+    def sign_encode(
+        self,
+        values: torch.Tensor,
+        error: torch.Tensor,
+        numel: int,
+        first: int,
+        wire: torch.Tensor,
+        stream: Stream,
+    ) -> None:
+        """Compress each row of ``values + error`` to its signs and its mean magnitude.
+
+        Row k of `wire` becomes ``scale (float32, 4 bytes) · 4 zero bytes · columns/8 bytes of signs``
+        (bit j%8 of byte j/8, set for u >= 0), where ``u = values + error`` and ``scale = mean |u|`` over the
+        row's valid elements. `error` becomes ``u - scale * sign(u)``; on padding it stays 0.
+
+        **Shapes:** `values` and `error` are ``[rows, columns]``, ``columns % 8 == 0``; `wire` is uint8
+        ``[rows, 8 + columns/8]``. The rows lie one after the other in a bucket, at element `first` of it;
+        elements at or past `numel` are padding.
+        **Source:** Tang et al. 2021, "1-bit Adam", algorithm 1; u >= 0 counts as positive.
+        """
+        ...
+
+    def sign_decode(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """``out[k] = scale[k] * sign[k]`` for each row k.
+
+        **Shapes:** `wire` uint8 ``[rows, 8 + columns/8]``, `out` ``[rows, columns]``.
+        """
+        ...
+
+    def sign_decode_mean(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """``out = mean over k of scale[k] * sign[k]``, in row order (the same bits on every rank).
+
+        **Shapes:** `wire` uint8 ``[rows, 8 + columns/8]``, `out` ``[columns]``.
+        """
+        ...
+
+
+class Work(Protocol):
+    """A collective that was launched."""
+
+    @property
+    def event(self) -> Event: ...
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block the host until the operation is complete.
+
+        Args:
+            timeout_s: The deadline from now on; None takes the communicator's.
+
+        Raises:
+            CollectiveTimeoutError: the deadline passed.
+            CollectiveError: the operation failed.
+        """
+        ...
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Hold `stream` back until the operation is complete, without blocking the host (but see
+        [Note: CPU compute stream])."""
+        ...
+
+    def is_done(self) -> bool:
+        """Has the operation ended (with or without an error)? Never blocks."""
+        ...
+
+
+class Communicator(Protocol):
+    """A group of ranks and its collectives: the low-level communication API.
+
+    Every collective is called by all ranks of the communicator in the same order on the same lane. It is
+    queued on `stream` (None: lane 0), which must be one of `lanes`, after everything queued there before;
+    tensors are read and written there, and kept alive until the operation is complete. Arguments are
+    checked before anything is launched: tensors must be contiguous, on the communicator's device, of the
+    stated sizes and of one dtype, and must not overlap unless the operation is in place.
+    Averages are formed by scaling before the sum, so they overflow only where their result does.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def lanes(self) -> Sequence[Stream]: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has put on the wire, by each operation's usual formula."""
+        ...
+
+    def all_reduce_(self, t: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None) -> Work: ...
+    def all_reduce(
+        self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None
+    ) -> Work: ...
+    def reduce_(
+        self, t: torch.Tensor, root: int, op: ReduceOp = "avg", *, stream: Stream | None = None
+    ) -> Work: ...
+    def broadcast_(self, t: torch.Tensor, root: int = 0, *, stream: Stream | None = None) -> Work: ...
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, *, stream: Stream | None = None) -> Work: ...
+    def reduce_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None
+    ) -> Work: ...
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, *, stream: Stream | None = None) -> Work: ...
+    def all_to_all_v(
+        self,
+        outs: Sequence[torch.Tensor],
+        inps: Sequence[torch.Tensor],
+        *,
+        stream: Stream | None = None,
+    ) -> Work: ...
+    def gather(
+        self,
+        outs: Sequence[torch.Tensor] | None,
+        t: torch.Tensor,
+        root: int = 0,
+        *,
+        stream: Stream | None = None,
+    ) -> Work: ...
+    def scatter(
+        self,
+        t: torch.Tensor,
+        ins: Sequence[torch.Tensor] | None,
+        root: int = 0,
+        *,
+        stream: Stream | None = None,
+    ) -> Work: ...
+    def send(self, t: torch.Tensor, peer: int, *, stream: Stream | None = None) -> Work: ...
+    def recv(self, t: torch.Tensor, peer: int, *, stream: Stream | None = None) -> Work: ...
+    def send_recv(
+        self,
+        out_t: torch.Tensor,
+        dst: int,
+        in_t: torch.Tensor,
+        src: int,
+        *,
+        stream: Stream | None = None,
+    ) -> Work:
+        """Send `out_t` to `dst` and receive `in_t` from `src` at once."""
+        ...
+
+    def barrier(self) -> Work: ...
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any: ...
+    def group(self) -> AbstractContextManager[None]: ...
+    def split(self, color: int | None, key: int = 0) -> Communicator | None: ...
+    def shrink(self, exclude: Sequence[int]) -> Communicator: ...
+    def duplicate(self, name: str, lanes: Sequence[Stream]) -> Communicator: ...
+    def register(self, t: torch.Tensor) -> AbstractContextManager[None]: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Connect(Protocol):
+    """Make the communicator of a group of ranks; collective over them."""
+
+    def __call__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        name: str,
+        lanes: Sequence[Stream],
+        *,
+        timeout_s: float,
+    ) -> Communicator: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One machine's implementation of the seam."""
+
+    name: Literal["gloo", "cuda"]
+    device: Device
+    kernels: Kernels
+    connect: Connect
+    close: Callable[[], None]

@@ -1,0 +1,332 @@
+"""The life of a communicator, written once for every backend: launching, groups, children, failure, end.
+
+A backend subclasses `CheckedCommunicator` and implements its primitives, whose arguments are checked.
+Where they run is the backend's choice: gloo calls them on the lane's thread, CUDA at once.
+
+[Note: refusal]
+    ``refusal`` is the one field that says whether a communicator takes calls: None, the failure that it met,
+    or the ClosedError of `close` or fork. Each call raises a fresh copy of it, chained to the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
+from typing import Any, NoReturn
+
+import torch
+
+from bagua_rt.backend import Connect, Event, Store, Stream, Work
+from bagua_rt.backends import _arguments as arguments
+from bagua_rt.backends._collectives import Collectives
+from bagua_rt.backends._work import LaunchedWork, OpenGroup, fresh
+from bagua_rt.errors import BaguaError, ClosedError, CollectiveError, InternalError, UsageError
+
+
+class CheckedCommunicator(Collectives):
+    """The `bagua_rt.backend.Communicator` protocol over a handful of primitives.
+
+    Attributes:
+        bytes_sent: Payload that this rank has put on the wire ([Note: bytes on the wire]).
+        refusal: Why it takes no more operations ([Note: refusal]).
+        is_settled: It was aborted or closed.
+    """
+
+    def __init__(
+        self,
+        connect: Connect,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        name: str,
+        lanes: Sequence[Stream],
+        *,
+        timeout_s: float,
+        torch_device: torch.device,
+    ) -> None:
+        self.rank, self.world_size, self.name = rank, world_size, name
+        self.lanes, self.timeout_s = tuple(lanes), timeout_s
+        self.bytes_sent = 0
+        self.refusal: BaguaError | None = None
+        self.is_settled = self.is_forked = False
+        self._connect, self._store, self._device = connect, store, torch_device
+        self._lane0, self._known_lanes = self.lanes[0], frozenset(self.lanes)
+        self._sequence = 0
+        self._groups: dict[int, OpenGroup] = {}
+        self._children = itertools.count()
+        self._pieces = (world_size - 1) / world_size  # the part of a tensor that isn't this rank's own
+        _LIVE.add(self)
+
+    # ---- what a backend implements beside the primitives of Collectives
+
+    @abstractmethod
+    def _queue(self, lane: Stream, work: LaunchedWork) -> Event:
+        """Launch one operation on `lane`; keep its tensors alive until it is complete."""
+
+    @abstractmethod
+    def _queue_group(self, lane: Stream, works: Sequence[LaunchedWork]) -> Event:
+        """Launch several operations as one that can't deadlock by their order."""
+
+    @abstractmethod
+    def await_event(self, event: Event, timeout_s: float) -> bool:
+        """Block the host until `event` completes; False if it did not in time."""
+
+    @abstractmethod
+    def is_done(self, event: Event) -> bool:
+        """Has `event` completed? Never blocks."""
+
+    @abstractmethod
+    def error_of(self, event: Event) -> BaseException | None:
+        """The error of the operation that ended at `event`."""
+
+    @abstractmethod
+    def hold(self, stream: Stream, event: Event) -> None:
+        """Hold `stream` back until `event` completes."""
+
+    @abstractmethod
+    def ahead_of(self, work: LaunchedWork) -> str:
+        """What holds up the lane of `work`, for error texts; "" where that isn't known."""
+
+    @abstractmethod
+    def _abort(self, error: BaguaError) -> None:
+        """Make every operation under way end, with `error`; other communicators on its lanes go on."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Release what an idle communicator holds, leak it where operations are under way."""
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Return root's `obj` on every rank; blocks the host.
+
+        The object travels pickled, and unpickling runs code: the ranks of a communicator trust each other.
+
+        Raises:
+            UsageError: root could not pickle it (on every rank), or `root` is no rank.
+            CollectiveError: the communicator has failed, or the deadline passed.
+        """
+        self._enter(None)
+        arguments.require_rank("broadcast_object", "root", root, self.world_size)
+        if get_ident() in self._groups:
+            raise UsageError("broadcast_object: it waits, so it can't be part of a group()")
+        payload, failed = b"", None
+        if self.rank == root:
+            try:
+                payload = pickle.dumps(obj)
+            except Exception as error:  # pickling runs the object's own code; peers wait for an answer
+                failed, payload = error, f"{type(error).__name__}: {error}".encode()
+        # The size goes first; a negative one announces an error text instead of the object.
+        size = torch.tensor([-len(payload) if failed else len(payload)])
+        count = int(self._host_broadcast(size, root).item())
+        data = torch.empty(abs(count), dtype=torch.uint8)
+        if payload:
+            data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        raw = self._host_broadcast(data, root).numpy().tobytes()
+        if count < 0:
+            raise UsageError(
+                f"broadcast_object: rank {root} could not pickle its object", got=raw.decode(errors="replace")
+            ) from failed
+        return obj if self.rank == root else pickle.loads(raw)
+
+    def _host_broadcast(self, t: torch.Tensor, root: int) -> torch.Tensor:
+        staged = t.to(self._device)
+        self.broadcast_(staged, root).wait()
+        return staged.cpu()
+
+    # ---- groups and children
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Launch the operations of the body together at its end, so that their order can't deadlock.
+
+        Operations of this thread only. Nothing is launched if the body raises; a nested group joins
+        the outer.
+        """
+        self._enter(None)
+        thread = get_ident()
+        if thread in self._groups:
+            yield
+            return
+        group = self._groups[thread] = OpenGroup()
+        try:
+            yield
+        except BaseException:
+            group.give_up()
+            raise
+        finally:
+            del self._groups[thread]
+        self._enter(None)
+        for lane, members in group.by_lane():
+            for work, sent in members:
+                self._sequence += 1
+                work.sequence = self._sequence
+                self.bytes_sent += int(sent)
+            event = self._queue_group(lane, [work for work, _ in members])
+            for work, _ in members:
+                work.launched(event)
+
+    def split(self, color: int | None, key: int = 0) -> CheckedCommunicator | None:
+        """Make a communicator for each colour; collective over all ranks, blocks the host.
+
+        Args:
+            color: Ranks that give the same colour form a communicator; None takes part in none.
+            key: Orders the ranks within a colour; equal keys keep their order here.
+
+        Returns:
+            The new communicator, on the same lanes; None for the colour None.
+
+        Raises:
+            CollectiveTimeoutError: a rank did not come.
+        """
+        self._enter(None)
+        if get_ident() in self._groups:
+            raise UsageError("split: it waits, so it can't be part of a group()")
+        number = next(self._children)
+        mine = torch.tensor([int(color is not None), color or 0, key], device=self._device)
+        everyone = torch.empty(3 * self.world_size, dtype=mine.dtype, device=self._device)
+        self.all_gather(everyone, mine).wait()
+        if color is None:
+            return None
+        rows = everyone.view(-1, 3).tolist()
+        ranks = sorted((k, r) for r, (takes_part, c, k) in enumerate(rows) if takes_part and c == color)
+        return self._child([r for _, r in ranks], f"split{number}.{color}")
+
+    def shrink(self, exclude: Sequence[int]) -> CheckedCommunicator:
+        """Make a communicator of the ranks that are left; collective over these, blocks the host.
+
+        Works on a communicator that has failed or was aborted.
+
+        Args:
+            exclude: Ranks to leave out, the same on every rank that is left.
+
+        Raises:
+            UsageError: this rank, or no rank of the communicator, is to be left out.
+            CollectiveTimeoutError: a rank did not come.
+            ClosedError: the communicator was closed.
+        """
+        if isinstance(self.refusal, ClosedError):
+            self.refuse()
+        gone = sorted(set(exclude))
+        for rank in gone:
+            arguments.require_rank("shrink", "exclude", rank, self.world_size, self.rank)
+        if not gone:
+            raise UsageError("shrink: no rank is to be left out", fix="use duplicate")
+        left = [rank for rank in range(self.world_size) if rank not in gone]
+        return self._child(left, "without" + "_".join(map(str, gone)))
+
+    def duplicate(self, name: str, lanes: Sequence[Stream]) -> CheckedCommunicator:
+        """Make a communicator of the same ranks on other lanes, called ``{this name}/{name}``; collective,
+        blocks the host.
+
+        Raises:
+            CollectiveTimeoutError: a rank did not come.
+        """
+        self._enter(None)
+        return self._child(list(range(self.world_size)), name, lanes)
+
+    def register(self, t: torch.Tensor) -> AbstractContextManager[None]:
+        """Tell the library that `t` will be sent often, while the context lasts; here it needs no telling."""
+        self._enter(None)
+        return nullcontext()
+
+    def _child(
+        self, ranks: list[int], name: str, lanes: Sequence[Stream] | None = None
+    ) -> CheckedCommunicator:
+        child = self._connect(
+            self._store,  # type: ignore[arg-type]  # None only where one rank connects to nobody
+            ranks.index(self.rank),
+            len(ranks),
+            f"{self.name}/{name}",
+            self.lanes if lanes is None else lanes,
+            timeout_s=self.timeout_s,
+        )
+        if not isinstance(child, CheckedCommunicator):
+            raise InternalError("connect made a communicator of another kind")
+        return child
+
+    # ---- failure and end
+
+    def fail(self, error: BaguaError) -> None:
+        """Refuse calls from now on because of `error`; the first failure stays."""
+        if self.refusal is None:
+            self.refusal = error
+
+    def abort(self) -> None:
+        """End every operation under way with an error and refuse calls from now on. Idempotent, local.
+
+        Memory that such an operation uses may still be written by it: don't use it again.
+        """
+        if self.is_settled or self.is_forked:
+            return
+        self.fail(
+            CollectiveError(
+                f"communicator {self.name!r} was aborted on rank {self.rank}",
+                fix="shrink() it, or connect anew",
+            )
+        )
+        self.is_settled = True
+        self._abort(self.refusal or InternalError("abort left no failure"))
+
+    def close(self) -> None:
+        """Release the communicator and refuse calls from now on. Idempotent, local; waits for nothing.
+
+        Operations that are under way end with an error, as by `abort`.
+        """
+        if self.is_forked or (self.is_settled and isinstance(self.refusal, ClosedError)):
+            return
+        self.refusal = ClosedError(f"communicator {self.name!r} was closed on rank {self.rank}")
+        self.is_settled = True
+        self._close()
+
+    # ---- launching
+
+    def _enter(self, stream: Stream | None) -> Stream:
+        if self.refusal is not None:
+            self.refuse()
+        if stream is None:
+            return self._lane0
+        if stream not in self._known_lanes:
+            raise UsageError(
+                f"this stream is not a lane of communicator {self.name!r}",
+                expected=", ".join(lane.name for lane in self.lanes),
+                got=getattr(stream, "name", repr(stream)),
+            )
+        return stream
+
+    def refuse(self) -> NoReturn:
+        """Raise a fresh copy of `refusal`."""
+        error = self.refusal or InternalError("a communicator refused a call without a reason")
+        raise fresh(error) from error
+
+    def _launch(
+        self, lane: Stream, operation: str, primitive: Callable[..., None], args: tuple[Any, ...], sent: float
+    ) -> Work:
+        work = LaunchedWork(self, operation, primitive, args)
+        group = self._groups.get(get_ident()) if self._groups else None
+        if group is not None:
+            return group.add(lane, work, sent)
+        self._sequence = work.sequence = self._sequence + 1
+        self.bytes_sent += int(sent)
+        work.launched(self._queue(lane, work))
+        return work
+
+
+_LIVE: weakref.WeakSet[CheckedCommunicator] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """Refuse everything in the child of a fork: the library's threads and sockets are the parent's."""
+    for communicator in list(_LIVE):
+        communicator.is_forked = True
+        communicator.refusal = ClosedError(
+            f"communicator {communicator.name!r} belongs to the process that forked this one",
+            fix="init in this process, or start it with the spawn method",
+        )
+
+
+os.register_at_fork(after_in_child=_disown)

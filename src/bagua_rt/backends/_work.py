@@ -1,0 +1,132 @@
+"""Work objects and open groups, shared by every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from bagua_rt.backend import Event, Stream
+from bagua_rt.errors import BaguaError, CollectiveTimeoutError, UsageError
+
+if TYPE_CHECKING:
+    from bagua_rt.backends._communicator import CheckedCommunicator
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A new exception of the same type and text for one more raise: tracebacks don't pile up."""
+    return type(error)(*error.args) if isinstance(error, BaguaError) else error
+
+
+class LaunchedWork:
+    """A collective that was launched, or that its group will launch.
+
+    Attributes:
+        operation: The name of the call, as texts show it.
+        sequence: Its number among the communicator's operations, from 1; 0 while its group is open.
+        primitive: What runs it, until it is launched.
+        args: The checked arguments of `primitive`, until it is launched; then the backend keeps them.
+    """
+
+    __slots__ = ("_communicator", "_event", "_given_up", "args", "operation", "primitive", "sequence")
+
+    def __init__(
+        self,
+        communicator: CheckedCommunicator,
+        operation: str,
+        primitive: Callable[..., None],
+        args: tuple[Any, ...],
+    ) -> None:
+        self._communicator = communicator
+        self._event: Event | None = None
+        self._given_up = False
+        self.operation, self.primitive, self.args = operation, primitive, args
+        self.sequence = 0
+
+    def launched(self, event: Event) -> None:
+        """Note the event behind the operation, and let its tensors go: the backend keeps them now."""
+        self._event = event
+        self.args = ()
+
+    def give_up(self) -> None:
+        """Note that the group raised before it launched anything."""
+        self._given_up = True
+        self.args = ()
+
+    @property
+    def event(self) -> Event:
+        """The point in the lane behind the operation.
+
+        Raises:
+            UsageError: the operation is part of a group that is still open, or that raised.
+        """
+        if self._event is None:
+            state = "was never launched: its group raised" if self._given_up else "is not launched yet"
+            raise UsageError(
+                f"{self.operation} of communicator {self._communicator.name!r} {state}",
+                fix="wait after the group has ended",
+            )
+        return self._event
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block the host until the operation is complete.
+
+        A deadline that passes leaves the operation under way: wait again, or abort the communicator.
+
+        Args:
+            timeout_s: The deadline from now on; None takes the communicator's.
+
+        Raises:
+            CollectiveTimeoutError: the deadline passed.
+            CollectiveError: the operation failed, or its communicator was aborted meanwhile.
+            ClosedError: its communicator was closed meanwhile, or this is the child of a fork.
+        """
+        event, communicator = self.event, self._communicator
+        if communicator.is_forked:
+            communicator.refuse()
+        limit = communicator.timeout_s if timeout_s is None else timeout_s
+        if not communicator.await_event(event, limit):
+            self._raise_timeout(limit)
+        error = communicator.error_of(event)
+        if error is not None:
+            raise fresh(error) from error
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Hold `stream` back until the operation is complete ([Note: CPU compute stream])."""
+        self._communicator.hold(stream, self.event)
+
+    def is_done(self) -> bool:
+        """Has the operation ended (with or without an error)? Never blocks."""
+        return self._event is not None and self._communicator.is_done(self._event)
+
+    def _raise_timeout(self, limit: float) -> None:
+        communicator = self._communicator
+        behind = communicator.ahead_of(self)
+        raise CollectiveTimeoutError(
+            f"{self.operation} #{self.sequence} of communicator {communicator.name!r} "
+            f"did not complete on rank {communicator.rank} of {communicator.world_size} within {limit:g} s",
+            expected="every rank to launch the same operations in the same order, within the deadline",
+            got=f"its lane still in {behind}" if behind else "",
+            fix="look for a rank that died, is slow or took another way; abort() the communicator to go on",
+        )
+
+
+class OpenGroup:
+    """The operations of one thread between the begin and the end of ``group()``."""
+
+    def __init__(self) -> None:
+        self._members: dict[Stream, list[tuple[LaunchedWork, float]]] = {}
+
+    def add(self, lane: Stream, work: LaunchedWork, sent: float) -> LaunchedWork:
+        """Keep `work` for the end of the group."""
+        self._members.setdefault(lane, []).append((work, sent))
+        return work
+
+    def by_lane(self) -> list[tuple[Stream, list[tuple[LaunchedWork, float]]]]:
+        """The members in the order of their calls, lane by lane."""
+        return list(self._members.items())
+
+    def give_up(self) -> None:
+        """Launch nothing."""
+        for members in self._members.values():
+            for work, _ in members:
+                work.give_up()

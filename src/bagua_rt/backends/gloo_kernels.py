@@ -1,0 +1,127 @@
+"""The fused bucket operations on the CPU, in torch and numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from bagua_rt.backend import Stream
+from bagua_rt.backends.gloo_device import CpuDevice
+
+# Above this many elements per tensor one call each is as fast as a batch, and needs no second pass.
+_BIG = 16_384
+_HEADER_BYTES = 8
+
+
+class CpuKernels:
+    """`bagua_rt.backend.Kernels` on the CPU: inline on the compute stream, queued on a lane.
+
+    **Source:** the docstrings of the protocol.
+    """
+
+    def __init__(self, device: CpuDevice) -> None:
+        self._device = device
+
+    def copy_in(
+        self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], scale: float, stream: Stream
+    ) -> None:
+        """``views[i] = tensors[i] * scale``; a tensor that already is its view is scaled in place."""
+        self._device.run(stream, lambda: _copy_in(tensors, views, scale))
+
+    def copy_out(
+        self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], stream: Stream
+    ) -> None:
+        """``tensors[i] = views[i]``."""
+        self._device.run(stream, lambda: _copy_in(views, tensors, 1.0))
+
+    def sign_encode(
+        self,
+        values: torch.Tensor,
+        error: torch.Tensor,
+        numel: int,
+        first: int,
+        wire: torch.Tensor,
+        stream: Stream,
+    ) -> None:
+        """Compress each row of ``values + error`` to its signs and its mean magnitude."""
+        self._device.run(stream, lambda: _sign_encode(values, error, numel, first, wire))
+
+    def sign_decode(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """``out[k] = scale[k] * sign[k]`` for each row k."""
+        self._device.run(stream, lambda: _sign_decode(wire, out))
+
+    def sign_decode_mean(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """``out = mean over k of scale[k] * sign[k]``, in row order."""
+        self._device.run(stream, lambda: _sign_decode_mean(wire, out))
+
+
+@torch.no_grad()
+def _copy_in(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], scale: float) -> None:
+    sources: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    scaled: list[torch.Tensor] = []  # of these, the ones already in place
+    for t, view in zip(tensors, views, strict=True):
+        if t.data_ptr() == view.data_ptr() and t.stride() == view.stride() and t.dtype == view.dtype:
+            if scale != 1.0:
+                scaled.append(view)
+        elif t.numel() >= _BIG and scale != 1.0 and t.dtype == view.dtype:
+            torch.mul(t, scale, out=view)
+        else:
+            sources.append(t)
+            targets.append(view)
+            if scale != 1.0:
+                scaled.append(view)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    if scaled:
+        torch._foreach_mul_(scaled, scale)
+
+
+@torch.no_grad()
+def _sign_encode(
+    values: torch.Tensor, error: torch.Tensor, numel: int, first: int, wire: torch.Tensor
+) -> None:
+    rows, columns = values.shape
+    out = wire.numpy()
+    out[:, 4:_HEADER_BYTES] = 0
+    work = torch.float64 if torch.float64 in (values.dtype, error.dtype) else torch.float32
+    for k in range(rows):
+        # Rows one by one: the scratch of a row stays in the cache.
+        valid = min(max(numel - first - k * columns, 0), columns)
+        u = values[k].to(work, copy=True).add_(error[k])
+        scale = np.float32(u[:valid].abs().mean().item()) if valid else np.float32(0.0)
+        positive = u.numpy() >= 0
+        out[k, :4] = np.frombuffer(scale.tobytes(), dtype=np.uint8)
+        out[k, _HEADER_BYTES:] = np.packbits(positive, bitorder="little")
+        u.sub_(_signs(positive, u.dtype).mul_(float(scale)))
+        u[valid:] = 0
+        error[k].copy_(u)
+
+
+def _signs(positive: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(positive).to(dtype).mul_(2).sub_(1)
+
+
+def _row(wire: torch.Tensor, k: int, columns: int) -> torch.Tensor:
+    """Row k of `wire` as float32 values."""
+    raw = wire.numpy()[k]
+    scale = float(raw[:4].copy().view(np.float32)[0])
+    bits = np.unpackbits(raw[_HEADER_BYTES:], count=columns, bitorder="little")
+    return torch.from_numpy(bits).to(torch.float32).mul_(2 * scale).sub_(scale)
+
+
+@torch.no_grad()
+def _sign_decode(wire: torch.Tensor, out: torch.Tensor) -> None:
+    for k in range(wire.shape[0]):
+        out[k].copy_(_row(wire, k, out.shape[1]))
+
+
+@torch.no_grad()
+def _sign_decode_mean(wire: torch.Tensor, out: torch.Tensor) -> None:
+    rows = wire.shape[0]
+    total = _row(wire, 0, out.numel())
+    for k in range(1, rows):
+        total.add_(_row(wire, k, out.numel()))
+    out.copy_(total.div_(rows))

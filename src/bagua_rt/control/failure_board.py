@@ -1,0 +1,47 @@
+"""News of failures: a rank that failed says so, and the ranks that wait look."""
+
+from __future__ import annotations
+
+from bagua_rt.errors import PeerError
+from bagua_rt.rendezvous import StoreClient
+
+
+class FailureBoard:
+    """Where a rank that failed says so, and the others look while they wait. Any thread may use it.
+
+    Args:
+        client: A store client of the board's own; None in a job of one rank, which has nobody to tell.
+    """
+
+    def __init__(self, client: StoreClient | None) -> None:
+        self._client = client
+        self._seen: str | None = None
+
+    def post(self, text: str) -> None:
+        """Tell the other ranks why this one failed. The first post stays; later ones are dropped."""
+        client = self._client
+        if client is None:
+            return
+        try:
+            client.write_once("failure", text)
+        except PeerError as error:  # there is nobody left to tell
+            self._seen = self._seen or str(error)
+
+    def poll(self) -> str | None:
+        """What a rank posted, or that the store is gone; None while there is no news. Never waits."""
+        client = self._client
+        if self._seen is not None or client is None:
+            return self._seen
+        try:
+            found = client.peek("failure")
+            self._seen = None if found is None else found.decode(errors="replace")
+        except PeerError as error:
+            # A board that was closed meanwhile has no news: its own end of the line is shut.
+            self._seen = None if self._client is None else str(error)
+        return self._seen
+
+    def close(self) -> None:
+        """Let the client go. Idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()

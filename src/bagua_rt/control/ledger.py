@@ -1,0 +1,113 @@
+"""The generation ledger: what each rank says about a generation, and what all of them say together. Pure.
+
+[Note: decisions that are equal everywhere]
+    The ledger is reduced with MAX over all ranks, and every rank decides from the reduced bytes alone. Each
+    byte x travels with its complement, 255 - x. The two maxima add up to 255 where x is equal on all ranks;
+    a flag (0 or 1) is set somewhere where the first is 1, and everywhere where the second is 254.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """What one rank says about one generation.
+
+    Attributes:
+        generation: Number of the synchronised backward.
+        stage: The stage that the algorithm wants next.
+        plan_digest: 8 bytes that stand for the bucket plan.
+        missing: For each parameter, had it no gradient? A bytearray of 0 and 1 is the cheapest.
+        aborted: Was the backward left by an exception?
+        nonfinite: Was something not finite?
+        finished: Has this rank no more data?
+    """
+
+    generation: int
+    stage: int = 0
+    plan_digest: bytes = bytes(8)
+    missing: Sequence[bool] | bytes | bytearray = ()
+    aborted: bool = False
+    nonfinite: bool = False
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class LedgerResult:
+    """What all ranks say together; the same on every rank.
+
+    Attributes:
+        generation_differs: The ranks are in different generations.
+        stage_differs: They want different stages.
+        plan_differs: They have different bucket plans.
+        missing_somewhere: Parameters without a gradient on at least one rank, ascending.
+        missing_everywhere: Parameters without a gradient on any rank, ascending.
+        any_aborted: Some rank left the backward by an exception.
+        all_aborted: Every rank did.
+        any_nonfinite: Some rank found something not finite.
+        any_finished: Some rank has no more data.
+        all_finished: No rank has any.
+    """
+
+    generation_differs: bool
+    stage_differs: bool
+    plan_differs: bool
+    missing_somewhere: list[int]
+    missing_everywhere: list[int]
+    any_aborted: bool
+    all_aborted: bool
+    any_nonfinite: bool
+    any_finished: bool
+    all_finished: bool
+
+
+_LEDGER_HEAD = struct.Struct("<QI8s???")
+_STAGE, _PLAN, _FLAGS, _HEAD = 8, 12, 20, _LEDGER_HEAD.size
+
+
+def pack(entry: LedgerEntry) -> torch.Tensor:
+    """One rank's entry as bytes to be reduced with MAX.
+
+    Returns:
+        uint8: head and missing flags, then the complement of all of it.
+
+    Raises:
+        struct.error: a number is out of range.
+    """
+    head = _LEDGER_HEAD.pack(
+        entry.generation, entry.stage, entry.plan_digest, entry.aborted, entry.nonfinite, entry.finished
+    )
+    own = np.frombuffer(head + bytes(entry.missing), dtype=np.uint8)
+    both = np.empty(2 * own.size, dtype=np.uint8)
+    both[: own.size] = own
+    np.subtract(255, own, out=both[own.size :])
+    return torch.from_numpy(both)
+
+
+def unpack(reduced: torch.Tensor) -> LedgerResult:
+    """Read what `pack` made, after MAX over all ranks ([Note: decisions that are equal everywhere])."""
+    high, low = np.split(reduced.numpy(), 2)
+    differs = high != 255 - low  # somewhere larger than somewhere else
+    somewhere = np.flatnonzero(high[_HEAD:]).tolist()
+    everywhere = np.flatnonzero(low[_HEAD:] != 255).tolist()
+    aborted, nonfinite, finished = (bool(flag) for flag in high[_FLAGS:_HEAD])
+    all_aborted, _, all_finished = (bool(flag != 255) for flag in low[_FLAGS:_HEAD])
+    return LedgerResult(
+        generation_differs=bool(differs[:_STAGE].any()),
+        stage_differs=bool(differs[_STAGE:_PLAN].any()),
+        plan_differs=bool(differs[_PLAN:_FLAGS].any()),
+        missing_somewhere=somewhere,
+        missing_everywhere=everywhere,
+        any_aborted=aborted,
+        all_aborted=all_aborted,
+        any_nonfinite=nonfinite,
+        any_finished=finished,
+        all_finished=all_finished,
+    )

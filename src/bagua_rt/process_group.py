@@ -1,0 +1,487 @@
+"""Groups of ranks: `init`, `shutdown`, who is where, and the communicators of a group.
+
+[Note: leaders]
+    A node is a set of ranks that share a machine, as the launcher or the caller says. `intra_node` joins
+    the ranks of this rank's node, in order of local rank; `inter_node` joins the leaders, local rank 0 of
+    each node. On one node, `intra_node` is `world` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_rt import rendezvous
+from bagua_rt.backend import Backend, Communicator, Stream
+from bagua_rt.backends import open_backend
+from bagua_rt.config import Launch, RuntimeConfig
+from bagua_rt.control import Control
+from bagua_rt.errors import ClosedError, UsageError
+from bagua_rt.rendezvous import Rendezvous, Seat, StoreClient, arrange_nodes, meet, within_group
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_log = logging.getLogger("bagua_rt")
+_open_groups: list[ProcessGroup] = []
+_inherited: list[ProcessGroup] = []  # open in the process that forked this one: kept, so never destroyed here
+
+
+# ------------------------------------------------------------------------------------------------- the group
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """The communicators of one attachment, on lanes of its own.
+
+    Attributes:
+        world: All ranks of the group.
+        intra_node: The ranks of this node; None where not asked for.
+        inter_node: The leaders of all nodes; None where not asked for, and where this rank is no leader.
+        lanes: The streams that they issue on.
+        node_sizes: Number of ranks on each node.
+    """
+
+    world: Communicator
+    intra_node: Communicator | None
+    inter_node: Communicator | None
+    lanes: tuple[Stream, ...]
+    node_sizes: tuple[int, ...]
+    _release: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+
+    def each(self) -> list[Communicator]:
+        """The communicators, each once."""
+        found: list[Communicator] = []
+        for communicator in (self.world, self.intra_node, self.inter_node):
+            if communicator is not None and all(communicator is not other for other in found):
+                found.append(communicator)
+        return found
+
+    def abort(self) -> None:
+        """Abort every communicator: operations that wait for a peer end with an error."""
+        for communicator in self.each():
+            communicator.abort()
+
+    def close(self) -> None:
+        """Close the communicators, and the lanes if they were made for them. Idempotent."""
+        for communicator in reversed(self.each()):
+            communicator.close()
+        self._release()
+
+
+@dataclass
+class _Job:
+    """What all groups of one `init` share."""
+
+    backend: Backend
+    meeting: Rendezvous | None  # None: a world of one rank, without a store
+    wiring: StoreClient | None  # for making groups, whose libraries block the client that they use
+    store: Store
+    timeout_s: float
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as steps:  # last first, and each of them whatever the others raise
+            steps.callback(self.backend.close)
+            if self.meeting is not None:
+                steps.callback(self.meeting.leave)
+            if self.wiring is not None:
+                steps.callback(self.wiring.close)
+
+
+class ProcessGroup:
+    """A group of ranks; made by `init` and `new_group`, a context manager that closes it.
+
+    Attributes:
+        name: Its name in messages.
+        rank: This process's rank in the group.
+        world_size: Number of ranks.
+        local_rank: Rank on this node, within the group.
+        local_world_size: Number of the group's ranks on this node.
+        node_rank: Number of this node.
+        node_count: Number of nodes.
+        node_sizes: Number of ranks on each node.
+        device: The torch device.
+        backend: The backend.
+        store: The rendezvous store, for use from the thread that called `init`.
+        timeout_s: The deadline of every wait that names none.
+        lanes: Number of lanes.
+        world: Communicator of all ranks.
+        intra_node: Communicator of this node ([Note: leaders]).
+        inter_node: Communicator of the leaders; None where this rank is none.
+
+    Raises:
+        CollectiveTimeoutError: a rank did not come to make the group; names it.
+    """
+
+    def __init__(
+        self, job: _Job, seats: Sequence[Seat], rank: int, name: str, lanes: int, *, owns_job: bool = False
+    ) -> None:
+        self._job = job
+        self._owns_job = owns_job
+        self._seats = tuple(seats)
+        self._nodes = arrange_nodes(self._seats)
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._made: dict[str, int] = {}
+        self._on_close: list[Callable[[], None]] = []
+        self.name = name
+        self.rank = rank
+        self.world_size = len(self._seats)
+        self.node_rank = next(i for i, node in enumerate(self._nodes) if rank in node)
+        self.local_rank = self._nodes[self.node_rank].index(rank)
+        self.node_sizes = tuple(len(node) for node in self._nodes)
+        self.node_count = len(self._nodes)
+        self.local_world_size = self.node_sizes[self.node_rank]
+        self.backend = job.backend
+        self.device = job.backend.device.torch_device
+        self.store = job.store
+        self.timeout_s = job.timeout_s
+        self.lanes = lanes
+        self._communicators = self.connect("group", lanes, hierarchical=True)
+        self.world = self._communicators.world
+        self.intra_node = self._communicators.intra_node
+        self.inter_node = self._communicators.inter_node
+        _open_groups.append(self)
+
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = " closed" if self._is_closed else ""
+        return f"<ProcessGroup {self.name!r} rank {self.rank} of {self.world_size} on {self.device}{state}>"
+
+    @property
+    def is_closed(self) -> bool:
+        """Is it closed, or does it belong to the process that forked this one?"""
+        return self._is_closed or self._pid != os.getpid()
+
+    def new_group(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        """Make a group of some of the ranks. Collective over these; others need not call.
+
+        Args:
+            ranks: Ranks of this group, in any order; the new group numbers them in ascending order.
+
+        Returns:
+            The group, None where this rank is not in it. The same ranks again make another group.
+
+        Raises:
+            UsageError: a rank is not one of this group, or given twice, or there is none.
+            CollectiveTimeoutError: a member did not call; names it (as numbered in the new group).
+            ClosedError: the group is closed, or belongs to the process that forked this one.
+        """
+        self._check()
+        members = sorted(_checked_rank(rank, self.world_size) for rank in ranks)
+        if not members or len(set(members)) != len(members):
+            raise UsageError(
+                "these ranks make no group", expected="one rank or more, each once", got=f"{list(ranks)}"
+            )
+        if self.rank not in members:
+            return None
+        spelled = "-".join(map(str, members))
+        if len(spelled) > 40:
+            spelled = f"{len(members)}of{self.world_size}-{hashlib.sha256(spelled.encode()).hexdigest()[:12]}"
+        name = f"{self.name}.{self._numbered(spelled)}"
+        seats = within_group(self._nodes, self._seats, members)
+        group = ProcessGroup(self._job, seats, members.index(self.rank), name, self.lanes)
+        group.on_close(self.on_close(group.close))
+        return group
+
+    def connect(self, name: str, lanes: Sequence[Stream] | int, hierarchical: bool = False) -> Communicators:
+        """Make communicators of their own for an attachment. Collective over the group.
+
+        Args:
+            name: The same on every rank; used again, it makes others.
+            lanes: The streams to issue on, or how many to make.
+            hierarchical: Make intra-node and inter-node communicators as well.
+
+        Returns:
+            The communicators; close them before the group.
+
+        Raises:
+            UsageError: there is no lane.
+            CollectiveTimeoutError: a rank did not come; names it.
+            PeerError: the store is gone.
+            ClosedError: the group is closed, or belongs to the process that forked this one.
+        """
+        self._check()
+        count = lanes if isinstance(lanes, int) else len(lanes)
+        if count < 1:
+            raise UsageError("communicators need a lane", expected="one lane or more", got=f"{count}")
+        name = f"{self.name}/{self._numbered(name)}"
+        keys = None
+        if self._job.wiring is not None:
+            keys = self._job.wiring.under(f"group/{name}")
+            meet(keys, self.rank, self.world_size, self.timeout_s, f"making the communicators {name}")
+        owned: list[Stream] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(_close_streams, self.backend, owned)
+            if isinstance(lanes, int):
+                for i in range(lanes):
+                    owned.append(self.backend.device.new_stream(f"{name}/lane{i}"))  # noqa: PERF401 - undo sees each
+                lanes = owned
+            made = self._hierarchy(keys, undo, name, tuple(lanes), hierarchical)
+            undo.pop_all()
+        release = partial(_close_streams, self.backend, owned)
+        return Communicators(*made, tuple(lanes), self.node_sizes, release)
+
+    def _hierarchy(
+        self,
+        keys: StoreClient | None,
+        undo: contextlib.ExitStack,
+        name: str,
+        lanes: tuple[Stream, ...],
+        hierarchical: bool,
+    ) -> tuple[Communicator, Communicator | None, Communicator | None]:
+        """World, intra-node and inter-node communicators; `undo` closes what was made."""
+
+        def join(part: str, ranks: Sequence[int]) -> Communicator:
+            store = self.store if keys is None else keys.prefixed(part)
+            made = self.backend.connect(
+                store, ranks.index(self.rank), len(ranks), f"{name}/{part}", lanes, timeout_s=self.timeout_s
+            )
+            undo.callback(made.close)
+            return made
+
+        world = join("world", range(self.world_size))
+        if not hierarchical:
+            return world, None, None
+        leaders = [node[0] for node in self._nodes]
+        one_node = self.node_count == 1
+        intra = world if one_node else join(f"intra{self.node_rank}", self._nodes[self.node_rank])
+        return world, intra, join("inter", leaders) if self.rank in leaders else None
+
+    def control(self, name: str) -> Control:
+        """Make a control lane. Collective over the group.
+
+        Args:
+            name: The same on every rank; used again, it makes another.
+
+        Returns:
+            The lane; close it before the group.
+
+        Raises:
+            CollectiveTimeoutError: a rank did not come; names it.
+            PeerError: the store is gone.
+            ClosedError: the group is closed, or belongs to the process that forked this one.
+        """
+        self._check()
+        name = f"{self.name}/{self._numbered(name)}"
+        wiring = self._job.wiring
+        keys = None if wiring is None else wiring.under(f"control/{name}")
+        return Control(keys, self.rank, self.world_size, name, timeout_s=self.timeout_s)
+
+    def on_close(self, fn: Callable[[], None]) -> Callable[[], None]:
+        """Have `fn` called when the group closes, before its communicators do; the last registered first.
+
+        Args:
+            fn: Called at most once.
+
+        Returns:
+            Call it to take the registration back.
+        """
+        self._on_close.append(fn)
+
+        def forget() -> None:
+            with contextlib.suppress(ValueError):
+                self._on_close.remove(fn)
+
+        return forget
+
+    def close(self) -> None:
+        """Close what was attached, then the group. Idempotent; in a forked child it does nothing.
+
+        Raises:
+            BaseException: the first error of a callback registered with `on_close`; all else is closed.
+        """
+        if self.is_closed or self not in _open_groups:
+            return
+        _open_groups.remove(self)
+        with contextlib.ExitStack() as steps:  # runs every step, last first, and raises what the steps raised
+            if self._owns_job:
+                steps.callback(self._job.close)
+            steps.callback(self._mark_closed)
+            steps.callback(self._communicators.close)
+            while self._on_close:
+                steps.callback(self._on_close.pop(0))
+
+    def _mark_closed(self) -> None:
+        self._is_closed = True
+
+    def _numbered(self, name: str) -> str:
+        """`name` with a number, so that the same name again gives other keys."""
+        self._made[name] = self._made.get(name, 0) + 1
+        return f"{name}#{self._made[name]}"
+
+    def _check(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError("this process group belongs to the process that forked this one")
+        if self._is_closed:
+            raise ClosedError("this process group is closed", fix="call init() again")
+
+
+def _close_streams(backend: Backend, streams: list[Stream]) -> None:
+    for stream in streams:
+        backend.device.close_stream(stream)
+
+
+def _checked_rank(rank: Any, world_size: int) -> int:
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world_size:
+        raise UsageError(
+            "this is no rank of the group",
+            expected=f"whole numbers from 0 to {world_size - 1}",
+            got=repr(rank),
+        )
+    return rank
+
+
+# --------------------------------------------------------------------------------------------- init, shutdown
+
+
+def init(
+    device: str | torch.device | None = None,
+    *,
+    store: Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    timeout_s: float = 300.0,
+    lanes: int = 2,
+) -> ProcessGroup:
+    """Meet the other ranks and make the group of all of them. Collective over the job.
+
+    What is not given comes from the launcher: torchrun, Slurm's srun and Open MPI's mpirun are understood.
+    With none of them the world has one rank, and needs no port, store or library.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1"; None takes a CUDA device where one is visible, else the CPU.
+        store: A ``torch.distributed`` store to meet through, in place of MASTER_ADDR and MASTER_PORT.
+        rank: This process's rank; together with `world_size`.
+        world_size: Number of ranks; together with `rank`.
+        local_world_size: Number of ranks on this node.
+        timeout_s: The deadline of every wait that names none.
+        lanes: Number of communication streams.
+
+    Returns:
+        The group; use it as a context manager, or `shutdown` at the end.
+
+    Raises:
+        UsageError: an argument or a variable is not usable, the port is in use, MASTER_ADDR does not
+            resolve, or the ranks contradict each other.
+        CollectiveTimeoutError: nobody listens at MASTER_ADDR:MASTER_PORT, or ranks are missing.
+        BackendUnavailableError: the device is not there.
+        PeerError: rank 0 died during the rendezvous.
+    """
+    rendezvous.check_numbers(rank, world_size, local_world_size, timeout_s, lanes)
+    config = RuntimeConfig.from_environment()
+    launch = rendezvous.overridden(Launch.from_environment(), rank, world_size, local_world_size)
+    rendezvous.check_launch(launch, has_store=store is not None)
+    local_rank = launch.local_rank
+    if local_rank is None:  # consecutive ranks of one node still get a device each
+        local_rank = launch.rank % (launch.local_world_size or launch.world_size)
+    backend = open_backend(device, timeout_s=timeout_s, config=config, local_rank=local_rank)
+    _log.info(
+        "rank %d of %d on %s%s",
+        launch.rank,
+        launch.world_size,
+        backend.device.torch_device,
+        " (chosen: no device was asked for)" if device is None else "",
+    )
+    with contextlib.ExitStack() as undo:
+        undo.callback(backend.close)
+        seat = _seat(launch, backend, lanes)
+        job = _meet(seat, launch, backend, store, timeout_s, config.rendezvous_timeout_s)
+        undo.pop_all()
+        undo.callback(job.close)
+        seats = (seat,) if job.meeting is None else job.meeting.seats
+        group = ProcessGroup(job, seats, seat.rank, "job", lanes, owns_job=True)
+        undo.pop_all()
+    return group
+
+
+def default_group() -> ProcessGroup:
+    """The first group made and still open.
+
+    Raises:
+        UsageError: there is none.
+        ClosedError: there is one, but in the process that forked this one.
+    """
+    if _open_groups:
+        return _open_groups[0]
+    if _inherited:
+        raise ClosedError(
+            "the process group belongs to the process that forked this one", fix="call init() in this process"
+        )
+    raise UsageError(
+        "there is no process group", expected="init() to have been called", fix="call init() first"
+    )
+
+
+def shutdown() -> None:
+    """Close every group of this process, the last made first. Idempotent.
+
+    Raises:
+        BaseException: the first error of a callback registered with `ProcessGroup.on_close`.
+    """
+    with contextlib.ExitStack() as steps:
+        for group in _open_groups:
+            steps.callback(group.close)
+
+
+def _seat(launch: Launch, backend: Backend, lanes: int) -> Seat:
+    return Seat(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank,
+        local_world_size=launch.local_world_size,
+        host=rendezvous.host_identity(),
+        device=backend.device.type,
+        lanes=lanes,
+        job=launch.job,
+        token=rendezvous.process_token(),
+    )
+
+
+def _meet(
+    seat: Seat, launch: Launch, backend: Backend, store: Store | None, timeout_s: float, search_s: float
+) -> _Job:
+    if seat.world_size == 1:
+        return _Job(backend, None, None, store or rendezvous.lone_store(), timeout_s)
+    meeting = rendezvous.join(
+        seat,
+        host=launch.master_addr or "",
+        port=launch.master_port or 0,
+        store=store,
+        is_served=launch.store_is_served,
+        timeout_s=timeout_s,
+        search_s=search_s,
+        check=_check_nodes,
+    )
+    return _Job(backend, meeting, meeting.client.clone(), meeting.client.prefixed("user"), timeout_s)
+
+
+def _check_nodes(seats: Sequence[Seat]) -> None:
+    arrange_nodes(seats)
+
+
+def _after_fork() -> None:
+    """In a forked child: the parent's groups are not ours, and must not be destroyed here either."""
+    _inherited.extend(_open_groups)
+    _open_groups.clear()
+    rendezvous.forget_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

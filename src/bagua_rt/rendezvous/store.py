@@ -1,0 +1,228 @@
+"""The rendezvous store, asked and never waited for.
+
+[Note: polls, never waits]
+    A blocking ``TCPStore.wait`` or ``get`` holds up every other thread that uses the same client, and its
+    deadline is not ours. So this package only asks "is the key there?", with its own deadline, and gives
+    each thread a client of its own (`StoreClient.clone`).
+
+[Note: the sentinel]
+    Beside each client lies a plain socket, connected to the same server and silent. The kernel closes it
+    when the server dies, so looking at it tells a dead store apart without torch's C++ stack trace.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+# torch.distributed re-exports these names without telling type checkers.
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from bagua_rt.errors import CollectiveTimeoutError, PeerError
+
+_T = TypeVar("_T")
+
+
+def lone_store() -> Store:
+    """A store for a world of one rank: in memory, without a port."""
+    return HashStore()
+
+
+class Pace:
+    """The pauses of a poll: 1 ms at first, growing to 50 ms, and a deadline."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._deadline = time.monotonic() + timeout_s
+        self._pause_s = 0.001
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline; negative after it."""
+        return self._deadline - time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Has the deadline passed?"""
+        return self.left_s <= 0
+
+    def pause(self) -> None:
+        """Sleep until the next poll, but not past the deadline."""
+        time.sleep(max(0.0, min(self._pause_s, self.left_s)))
+        self._pause_s = min(self._pause_s * 1.5, 0.05)
+
+
+def within(timeout_s: float, fn: Callable[[], _T]) -> _T:
+    """Call `fn`, which has no deadline of its own, in a daemon thread.
+
+    Name lookups and the constructor of a TCPStore client can block for as long as the other side likes.
+
+    Raises:
+        TimeoutError: `fn` is not done after `timeout_s`; it is left behind.
+        BaseException: what `fn` raised.
+    """
+    done: list[_T] = []
+    failed: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            done.append(fn())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=call, name="bagua_rt-lookup", daemon=True)
+    thread.start()
+    thread.join(max(timeout_s, 0.0))
+    if failed:
+        raise failed[0]
+    if not done:
+        raise TimeoutError
+    return done[0]
+
+
+class StoreClient:
+    """One thread's client of the rendezvous store, that knows whether the store is alive.
+
+    Args:
+        store: The client itself.
+        address: ``host:port`` for messages; a description where the store has no address.
+        prefix: Put before every key.
+        endpoint: Where the server listens; None where it can't die before this process does.
+    """
+
+    def __init__(
+        self, store: Store, address: str, prefix: str = "", endpoint: tuple[str, int] | None = None
+    ) -> None:
+        self.store = store
+        self.address = address
+        self.prefix = prefix
+        self._endpoint = endpoint
+        self._lock = threading.Lock()
+        self._sentinel: socket.socket | None = None
+        if endpoint is not None:
+            try:
+                self._sentinel = socket.create_connection(endpoint, timeout=5.0)
+            except OSError as error:
+                raise self.gone() from error
+            self._sentinel.setblocking(False)
+
+    def under(self, prefix: str) -> StoreClient:
+        """The same client and sentinel, with `prefix` put before its keys as well."""
+        inner = object.__new__(StoreClient)
+        inner.__dict__.update(self.__dict__, prefix=f"{self.prefix}{prefix}/")
+        return inner
+
+    def clone(self) -> StoreClient:
+        """A client with a connection of its own, for another thread."""
+        if not self.is_alive():
+            raise self.gone()
+        try:
+            store: Store = self.store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
+        except RuntimeError as error:
+            raise self.gone() from error
+        return StoreClient(store, self.address, self.prefix, self._endpoint)
+
+    def is_alive(self) -> bool:
+        """Does the server still hold its end of the sentinel ([Note: the sentinel])?"""
+        if self._sentinel is None:
+            return True
+        try:
+            return self._sentinel.recv(1) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def gone(self) -> PeerError:
+        """The error for a store that died."""
+        return PeerError(
+            f"the store at {self.address} is gone (rank 0 died?)",
+            fix="look at rank 0's own error; the ranks that are left need a new address to init again",
+        )
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of `key`, or None where it has none yet. Never waits for it.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        name = self.prefix + key
+        return self._ask(lambda: self.store.get(name) if self.store.check([name]) else None)
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to the counter `key`, atomically; returns its new value.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        return self._ask(lambda: self.store.add(self.prefix + key, amount))
+
+    def set(self, key: str, value: str) -> None:
+        """Write `key`.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        self._ask(lambda: self.store.set(self.prefix + key, value))
+
+    def write_once(self, key: str, value: str) -> bool:
+        """Write `key` unless somebody did; says whether this call was the first.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        if self.add(f"{key}-claims") != 1:
+            return False
+        self.set(key, value)
+        return True
+
+    def prefixed(self, name: str) -> Store:
+        """A torch store whose keys lie under `name`, for a library that makes its own rendezvous."""
+        return PrefixStore(self.prefix + name, self.store)
+
+    def close(self) -> None:
+        """Close the sentinel; the client itself closes when nobody refers to it."""
+        if self._sentinel is not None:
+            self._sentinel.close()
+
+    def _ask(self, question: Callable[[], _T]) -> _T:
+        with self._lock:
+            if not self.is_alive():
+                raise self.gone()
+            try:
+                return question()
+            except RuntimeError as error:  # torch's DistError tree; the server went between look and question
+                raise self.gone() from error
+
+
+def meet(client: StoreClient, rank: int, world_size: int, timeout_s: float, what: str) -> None:
+    """Wait until all ranks of a group are here.
+
+    Args:
+        client: A client whose keys belong to this meeting alone.
+        rank: This rank, in the group.
+        world_size: Size of the group.
+        timeout_s: The deadline, from now.
+        what: What the ranks meet for, for the message.
+
+    Raises:
+        CollectiveTimeoutError: the deadline passed; names the ranks that are missing.
+        PeerError: the store is gone.
+    """
+    client.set(f"here/{rank}", "1")
+    pace, missing = Pace(timeout_s), [other for other in range(world_size) if other != rank]
+    while True:
+        while missing and client.peek(f"here/{missing[0]}") is not None:
+            missing.pop(0)
+        if not missing:
+            return
+        if pace.is_over:
+            missing = [other for other in missing if client.peek(f"here/{other}") is None]
+            raise CollectiveTimeoutError(
+                f"{what}: rank {', '.join(map(str, missing))} did not come",
+                expected=f"all {world_size} ranks within {timeout_s:g} s",
+                fix="look at the missing ranks' own output; every rank has to make the same calls",
+            )
+        pace.pause()

@@ -1,0 +1,326 @@
+"""The event loop, and the pipeline that takes one attachment's buckets through it.
+
+The training thread stages buckets and says which are ready; the loop thread alone launches communication, in
+bucket order; the training thread waits for it. Messages go one way, through the loop's inbox::
+
+    training thread                    loop thread                        lanes
+    ready(bucket) ──── inbox ────▶     LaunchOrder.take()
+                                       state.communicate(bucket) ─────▶   collectives, in queue order
+    wait() ◀─────────────────── done events, deadline, failures of other ranks
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from bagua_rt.algorithms.base import AlgorithmState
+from bagua_rt.backend import Device, Event, Stream
+from bagua_rt.bucket import Bucket
+from bagua_rt.control import FailureBoard
+from bagua_rt.errors import BaguaError, ClosedError, CollectiveTimeoutError, InternalError, PeerError
+from bagua_rt.launch_order import LaunchOrder
+from bagua_rt.process_group import Communicators
+
+_log = logging.getLogger("bagua_rt")
+
+_POLL_S = 0.2
+"""How often a waiting rank looks whether another rank has failed."""
+
+_quarantine: list[object] = []
+"""Memory that an abandoned collective may still write to: never reused, so never freed."""
+
+
+class EventLoop:
+    """One daemon thread that runs short callbacks in the order in which they were submitted.
+
+    Args:
+        name: The thread's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_closed = False
+        self._thread.start()
+
+    def submit(self, callback: Callable[[], None]) -> None:
+        """Run `callback` on the loop thread, after those submitted before. It must not raise or block.
+
+        Raises:
+            ClosedError: the loop was closed.
+        """
+        if self._is_closed:
+            raise ClosedError("the event loop was closed", fix="attach again after bagua_rt.init()")
+        self._inbox.put(callback)
+
+    def close(self) -> None:
+        """Run what was submitted, then end the thread. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._inbox.put(None)
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while (callback := self._inbox.get()) is not None:
+            try:
+                callback()
+            except Exception:
+                # Callbacks report their own errors to whoever waits for them; one that doesn't is a defect.
+                _log.exception("a callback on the event loop raised")
+            del callback  # nothing lives on because the loop is idle
+
+
+class Round:
+    """One communication of all buckets.
+
+    Attributes:
+        number: Which one, counted from 0.
+        purpose: What is communicated, where that isn't the buckets.
+        launched: Set when every bucket was launched, or launching failed.
+        error: What stopped the launches.
+        ready: For each bucket, the event at which its contents are in place.
+        done: For each bucket, the event at which its communication is complete.
+        launched_us: For each bucket, when it was launched: host clock, microseconds.
+    """
+
+    def __init__(self, number: int, bucket_count: int, purpose: str = "") -> None:
+        self.number = number
+        self.purpose = purpose
+        self.launched = threading.Event()
+        self.error: Exception | None = None
+        self.ready: list[Event | None] = [None] * bucket_count
+        self.done: list[Event | None] = [None] * bucket_count
+        self.launched_us = [0.0] * bucket_count
+        if bucket_count == 0:
+            self.launched.set()
+
+
+class Pipeline:
+    """Takes the buckets of one attachment through the loop, round by round.
+
+    All methods but the callbacks on the loop run on the training thread.
+
+    Args:
+        loop: The event loop.
+        device: Streams and events.
+        communicators: The attachment's own.
+        board: Where failures of any rank are posted.
+        name: The attachment's name, for error texts.
+        timeout_s: Deadline of every wait.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        device: Device,
+        communicators: Communicators,
+        board: FailureBoard,
+        name: str,
+        timeout_s: float,
+    ) -> None:
+        self._loop = loop
+        self._device = device
+        self._communicators = communicators
+        self._board = board
+        self._name = name
+        self._timeout_s = timeout_s
+        self._state: AlgorithmState | None = None
+        self._buckets: tuple[Bucket, ...] = ()
+        self._order = LaunchOrder(())
+        self._round: Round | None = None
+        self._next_number = 0
+        self.failure: BaguaError | None = None
+        self.exposed_us = 0.0
+        self.is_timed = False
+        self.on_round_complete: Callable[[Round, float, float], None] | None = None
+
+    def install(self, state: AlgorithmState, buckets: Sequence[Bucket]) -> None:
+        """Take up a state and its buckets; no round may be open."""
+        if self._round is not None:
+            raise InternalError("buckets were changed while a round was open")
+        self._state = state
+        self._buckets = tuple(buckets)
+        self._order = LaunchOrder([bucket.plan.lane for bucket in buckets])
+
+    @property
+    def is_open(self) -> bool:
+        """Is a round open?"""
+        return self._round is not None
+
+    def begin(self) -> None:
+        """Open a round."""
+        self.raise_failure()
+        self._round = Round(self._next_number, len(self._buckets))
+        self._next_number += 1
+        self._order.begin()
+
+    def ready(self, bucket: int) -> None:
+        """The contents of `bucket` are in place, in the order of the calling thread's compute stream."""
+        round_ = self._open_round()
+        event = self._device.record(self._device.compute_stream(), timed=self.is_timed)
+        self._loop.submit(lambda: self._launch(round_, bucket, event))
+
+    def _launch(self, round_: Round, bucket: int, ready: Event) -> None:
+        if round_.error is not None or self.failure is not None or self._state is None:
+            return
+        try:
+            round_.ready[bucket] = ready
+            self._order.mark_ready(bucket)
+            for index, lane in self._order.take():
+                self._launch_one(self._state, round_, index, lane)
+        except Exception as error:
+            round_.error = error
+            round_.launched.set()
+
+    def _launch_one(self, state: AlgorithmState, round_: Round, index: int, lane: int) -> None:
+        stream = self._communicators.lanes[lane]
+        ready = round_.ready[index]
+        if ready is not None and not self._device.query(ready):
+            self._device.wait(stream, ready)
+        round_.launched_us[index] = time.perf_counter_ns() / 1000
+        state.communicate(self._buckets[index], self._communicators.world, stream)
+        round_.done[index] = self._device.record(stream, timed=self.is_timed)
+        self._order.mark_done(index)
+        if index == len(self._buckets) - 1:
+            round_.launched.set()
+
+    def wait(self, while_waiting: Callable[[], None] | None = None) -> None:
+        """Block until the open round is complete, and close it.
+
+        On a device whose compute stream is not the host, the compute stream waits for the communication
+        and the host only for the launches.
+
+        Args:
+            while_waiting: Called now and then; what it raises ends the wait, and fails the pipeline.
+
+        Raises:
+            CollectiveTimeoutError: the deadline passed; the text names buckets and parameters.
+            PeerError: another rank died or failed.
+        """
+        round_ = self._open_round()
+        began = time.perf_counter_ns() / 1000
+        try:
+            self._wait_for(round_, while_waiting)
+        except BaguaError as error:
+            self.fail(error)
+            raise
+        finally:
+            self._round = None
+        ended = time.perf_counter_ns() / 1000
+        self.exposed_us += ended - began
+        if self.on_round_complete is not None:
+            self.on_round_complete(round_, began, ended)
+
+    def _wait_for(self, round_: Round, while_waiting: Callable[[], None] | None) -> None:
+        began = time.monotonic()
+
+        def sliced(wait: Callable[[float], bool]) -> None:
+            while not wait(min(_POLL_S, max(0.0, began + self._timeout_s - time.monotonic()))):
+                self._look_around(round_, began)
+                if while_waiting is not None:
+                    while_waiting()
+
+        sliced(round_.launched.wait)
+        if round_.error is not None:
+            raise self._described(round_, round_.error) from round_.error
+        compute = self._device.compute_stream()
+        for done in round_.done:
+            if done is None:
+                raise InternalError("a bucket was not launched though its round was complete")
+            if self._device.host_is_compute:
+                sliced(lambda slice_s, event=done: self._is_complete(round_, event, slice_s))  # type: ignore[misc]
+            self._device.wait(compute, done)
+
+    def _is_complete(self, round_: Round, event: Event, slice_s: float) -> bool:
+        try:
+            self._device.synchronize(event, slice_s)
+        except Exception as error:
+            if not self._device.query(event):
+                return False
+            raise self._described(round_, error) from error
+        return True
+
+    def _look_around(self, round_: Round, began: float) -> None:
+        if (text := self._board.poll()) is not None:
+            raise PeerError(f"another rank failed while {self._where(round_)}", got=text)
+        if time.monotonic() - began >= self._timeout_s:
+            raise CollectiveTimeoutError(
+                f"the deadline of {self._timeout_s:g} s passed while {self._where(round_)}",
+                expected="all ranks to take part in the round",
+                fix="look for a rank that is late, stopped, or runs other code; timeout_s of init() sets it",
+            )
+
+    def _described(self, round_: Round, error: Exception) -> BaguaError:
+        kind = type(error) if isinstance(error, BaguaError) else InternalError
+        return kind(f"{self._where(round_)}: {error}")
+
+    def _where(self, round_: Round) -> str:
+        buckets = () if round_.purpose else zip(self._buckets, round_.done, strict=True)
+        pending = [bucket for bucket, done in buckets if done is None or not self._device.query(done)]
+        texts = [f"bucket {bucket.index} ({_some(bucket.plan.names)})" for bucket in pending[:4]]
+        texts += [f"{len(pending) - 4} more"] if len(pending) > 4 else []
+        rank, world_size = self._communicators.world.rank, self._communicators.world.world_size
+        what = round_.purpose or ", ".join(texts) or "no bucket"
+        return f"rank {rank} of {world_size} waited in round {round_.number} of {self._name} for {what}"
+
+    def call(self, purpose: str, queue: Callable[[Stream], object]) -> None:
+        """Let the loop call `queue` with lane 0, and wait until what it queued there is complete.
+
+        Args:
+            purpose: What is communicated, for error texts.
+            queue: Queues collectives on the stream that it is given.
+
+        Raises:
+            CollectiveTimeoutError: the deadline passed.
+            PeerError: another rank died or failed.
+        """
+        self.raise_failure()
+        round_ = Round(self._next_number, 1, purpose)
+        lane = self._communicators.lanes[0]
+
+        def launch() -> None:
+            try:
+                queue(lane)
+                round_.done[0] = self._device.record(lane)
+            except Exception as error:
+                round_.error = error
+            round_.launched.set()
+
+        self._loop.submit(launch)
+        try:
+            self._wait_for(round_, None)
+        except BaguaError as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaguaError) -> None:
+        """Give the attachment up: tell the other ranks, abort, and quarantine the buckets. Idempotent."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        self._board.post(f"rank {self._communicators.world.rank}: {type(error).__name__}: {error}")
+        for communicator in self._communicators.each():
+            communicator.abort()
+        _quarantine.append((self._buckets, self._state))
+        if self._state is not None:
+            self._state.rollback()
+
+    def raise_failure(self) -> None:
+        """Raise the error that ended this attachment, if one did."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _open_round(self) -> Round:
+        self.raise_failure()
+        if self._round is None:
+            raise InternalError("no round is open")
+        return self._round
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

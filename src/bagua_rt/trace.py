@@ -1,0 +1,140 @@
+"""What a run has cost: statistics that are always on, and spans that are recorded on request.
+
+Definitions, all for this rank and in microseconds of the host's clock:
+
+* *communication*: the time that lanes were busy with collectives and codecs, summed over lanes. Time in
+  which a collective waits for a slower rank counts.
+* *exposed*: the time that the training thread was blocked because communication had not ended.
+* *hidden*: communication less exposed: what ran beside the trainer's own work.
+
+Spans become one Chrome trace per rank (chrome://tracing, Perfetto): "staged" to "launched" is a bucket's
+time in the queue, "launched" to "done" its communication.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Totals of an attachment since attach.
+
+    Attributes:
+        generations: Synchronised backwards.
+        buckets: Buckets in the present plan.
+        bytes_sent: Payload bytes that this rank has put on the wire for this attachment.
+        communication_us: Time that lanes were busy.
+        exposed_us: Time that the training thread was blocked by communication.
+    """
+
+    generations: int
+    buckets: int
+    bytes_sent: int
+    communication_us: float
+    exposed_us: float
+
+    @property
+    def hidden_us(self) -> float:
+        """Communication that ran beside the trainer's own work."""
+        return max(0.0, self.communication_us - self.exposed_us)
+
+    @property
+    def hidden_share(self) -> float:
+        """Hidden part of the communication, 0 to 1; nan where nothing was communicated."""
+        return self.hidden_us / self.communication_us if self.communication_us else math.nan
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        name: What.
+        track: The thread or lane it is shown on.
+        start_us: Start, on the host clock.
+        end_us: End, on the host clock.
+        details: What else is shown with it.
+    """
+
+    name: str
+    track: str
+    start_us: float
+    end_us: float
+    details: dict[str, Any]
+
+
+class Trace:
+    """A bounded recording of spans; recording nothing until started.
+
+    Args:
+        rank: The rank, which becomes the trace's process.
+        capacity: Spans kept; older ones are dropped.
+    """
+
+    def __init__(self, rank: int, capacity: int = 100_000) -> None:
+        self._rank = rank
+        self._spans: deque[Span] = deque(maxlen=capacity)
+        self.is_on = False
+
+    def start(self) -> None:
+        """Record from now on."""
+        self.is_on = True
+
+    def stop(self) -> None:
+        """Record no more; what was recorded stays."""
+        self.is_on = False
+
+    def add(self, name: str, track: str, start_us: float, end_us: float, **details: Any) -> None:
+        """Record a span, if the trace is on."""
+        if self.is_on:
+            self._spans.append(Span(name, track, start_us, end_us, details))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What was recorded, oldest first."""
+        return tuple(self._spans)
+
+    def write_chrome(self, path: str | Path) -> Path:
+        """Write the spans as a Chrome trace.
+
+        Args:
+            path: A file, or a folder, which gets ``bagua_rt.rank{rank}.json``.
+
+        Returns:
+            The file written.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        path = Path(path)
+        if path.is_dir() or not path.suffix:
+            path.mkdir(parents=True, exist_ok=True)
+            path = path / f"bagua_rt.rank{self._rank}.json"
+        tracks = sorted({span.track for span in self._spans})
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": self._rank, "name": "process_name", "args": {"name": f"rank {self._rank}"}}
+        ]
+        for number, track in enumerate(tracks):
+            events.append(
+                {"ph": "M", "pid": self._rank, "tid": number, "name": "thread_name", "args": {"name": track}}
+            )
+        events += [
+            {
+                "ph": "X",
+                "pid": self._rank,
+                "tid": tracks.index(span.track),
+                "name": span.name,
+                "ts": span.start_us,
+                "dur": span.end_us - span.start_us,
+                "args": span.details,
+            }
+            for span in self._spans
+        ]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return path

@@ -1,0 +1,143 @@
+// Force-included where g++ compiles a kernel for tests/kernel_host.py: CUDA's names, and a block's threads as
+// fibers, so that barriers and shuffles work. One thread of the host runs the whole grid, block by block.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(n)
+#define __shared__ static
+struct Dim {
+    unsigned x;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+static Dim threadIdx, blockIdx, gridDim;
+
+namespace host {
+enum State { READY, AT_BARRIER, IN_WARP, DONE };
+struct Fiber {
+    ucontext_t context;
+    char* stack;
+    State state;
+    unsigned long long given[2];  // two, for a lane may reach the next exchange before another has read
+    int round;
+};
+const int THREADS = 256, STACK = 64 << 10;
+static Fiber fibers[THREADS];
+static ucontext_t scheduler;
+static int current;
+static long long integers[10];
+static double real;
+static void (*body)();
+
+static void yield(State state) {
+    fibers[current].state = state;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+static void enter() {
+    // Integers and reals travel in separate registers, so a kernel finds its own among these.
+    typedef void (*Kernel)(long long, long long, long long, long long, long long, long long, long long, long long,
+                           long long, long long, double);
+    const long long* a = integers;
+    reinterpret_cast<Kernel>(body)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], real);
+    yield(DONE);
+}
+static unsigned long long exchange(unsigned long long value, int source_lane) {
+    const int me = current, warp = me / 32 * 32, round = fibers[me].round ^= 1;
+    fibers[me].given[round] = value;
+    yield(IN_WARP);
+    return fibers[warp + source_lane].given[round];
+}
+static int count(State state, int begin, int end) {
+    int n = 0;
+    for (int i = begin; i < end; i++) n += fibers[i].state == state;
+    return n;
+}
+static void release(int begin, int end) {
+    for (int i = begin; i < end; i++) fibers[i].state = READY;
+}
+static void run_warp(int begin) {
+    do {
+        for (int i = begin; i < begin + 32; i++) {
+            if (fibers[i].state != READY) continue;
+            current = i;
+            threadIdx.x = i;
+            swapcontext(&scheduler, &fibers[i].context);
+        }
+        if (count(IN_WARP, begin, begin + 32) < 32) return;
+        release(begin, begin + 32);
+    } while (true);
+}
+static void run_block() {
+    for (Fiber& fiber : fibers) {
+        getcontext(&fiber.context);
+        if (!fiber.stack) fiber.stack = static_cast<char*>(malloc(STACK));
+        fiber.context.uc_stack.ss_sp = fiber.stack;
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.state = READY;
+        makecontext(&fiber.context, enter, 0);
+    }
+    for (unsigned pass = blockIdx.x; count(DONE, 0, THREADS) < THREADS; pass++) {
+        // In another order each time: a missing barrier shows as a wrong value.
+        for (int warp = 0; warp < THREADS; warp += 32) run_warp(pass % 2 ? warp : THREADS - 32 - warp);
+        if (count(AT_BARRIER, 0, THREADS) == THREADS) release(0, THREADS);
+        else if (count(DONE, 0, THREADS) < THREADS) {
+            fprintf(stderr, "some threads wait where others don't\n");
+            abort();
+        }
+    }
+}
+template <class T> static T shuffle(T value, int source_lane) {
+    unsigned long long bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    bits = exchange(bits, source_lane);
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+static unsigned ballot(bool set) {
+    const int warp = current / 32 * 32, round = fibers[current].round ^ 1;
+    exchange(set, 0);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++) bits |= static_cast<unsigned>(fibers[warp + lane].given[round]) << lane;
+    return bits;
+}
+template <class To, class From> static To bits(From from) {
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+}  // namespace host
+
+extern "C" void launch(void (*kernel)(), unsigned blocks, const long long* integers, double real) {
+    memcpy(host::integers, integers, sizeof host::integers);
+    host::body = kernel;
+    host::real = real;
+    gridDim.x = blocks;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) host::run_block();
+}
+
+#define __syncthreads() host::yield(host::AT_BARRIER)
+#define __shfl_xor_sync(mask, value, lanes) host::shuffle(value, (threadIdx.x % 32) ^ (lanes))
+#define __ballot_sync(mask, set) host::ballot(set)
+#define __popc(bits) __builtin_popcount(bits)
+static inline float __int_as_float(int v) { return host::bits<float>(v); }
+static inline float __uint_as_float(unsigned v) { return host::bits<float>(v); }
+static inline unsigned __float_as_uint(float v) { return host::bits<unsigned>(v); }
+static inline double __longlong_as_double(long long v) { return host::bits<double>(v); }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline double __dadd_rn(double a, double b) { return a + b; }
+static inline double __dsub_rn(double a, double b) { return a - b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline double __ddiv_rn(double a, double b) { return a / b; }
+static inline void __stwb(uint4* p, uint4 v) { *p = v; }

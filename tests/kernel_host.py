@@ -1,0 +1,95 @@
+"""Runs the kernels of ``kernels/`` on the CPU: the very text that NVRTC gets, compiled by g++ (kernel_host.h).
+
+Only for the values that a kernel computes. What surrounds kernels on a device (streams, copies, races between
+blocks) is the emulator's subject, in tests/emulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bagua_rt.backends._nvrtc import Variant
+
+SHIM = Path(__file__).with_name("kernel_host.h")
+COMPILER = shutil.which("g++")
+# No contraction: the kernels say where an operation rounds. The shim calls kernels through a plain C type.
+FLAGS = "-std=c++17 -O1 -fPIC -shared -w -ffp-contract=off -fno-strict-aliasing"
+GUARD = 64  # poisoned bytes on both sides of every buffer
+POISON = 0xA5
+
+
+@functools.cache
+def _library(variant: Variant) -> ctypes.CDLL:
+    assert COMPILER is not None
+    source = variant.source()
+    key = hashlib.sha256("\0".join((source, SHIM.read_text(), FLAGS)).encode()).hexdigest()[:24]
+    folder = Path(tempfile.gettempdir()) / f"bagua_rt_kernel_host_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    target = folder / f"{variant.entry()}-{key}.so"
+    if not target.exists():
+        text = target.with_suffix(f".{os.getpid()}.cpp")
+        text.write_text(source)
+        built = text.with_suffix(".so")
+        command = [COMPILER, *FLAGS.split(), "-include", str(SHIM), "-o", str(built), str(text)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        built.replace(target)
+        text.unlink()
+    return ctypes.CDLL(str(target))
+
+
+def launch(
+    variant: Variant, *arguments: torch.Tensor | int, blocks: int, real: float = 0.0, operation: str = ""
+) -> None:
+    """Run a kernel: tensors and integers in its own order, its one float (if any) as `real`."""
+    library = _library(variant)
+    values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+    integers = (ctypes.c_longlong * 10)(*values)
+    kernel = ctypes.cast(getattr(library, variant.entry(operation)), ctypes.c_void_p)
+    library.launch(kernel, ctypes.c_uint(blocks), integers, ctypes.c_double(real))
+
+
+class Buffers:
+    """Memory at a chosen misalignment, poisoned, with guards that must survive."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[torch.Tensor, int, int]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """A poisoned tensor, `offset` elements past a 64-byte boundary."""
+        numel = int(torch.Size(shape).numel())
+        begin = GUARD + offset * dtype.itemsize
+        memory = torch.full((begin + numel * dtype.itemsize + GUARD,), POISON, dtype=torch.uint8)
+        assert memory.data_ptr() % 64 == 0
+        self._all.append((memory, begin, begin + numel * dtype.itemsize))
+        return memory[begin : begin + numel * dtype.itemsize].view(dtype).view(shape)
+
+    def put(self, values: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """A copy of `values` at such a place."""
+        return self.empty(tuple(values.shape), values.dtype, offset).copy_(values)
+
+    def check(self) -> None:
+        """Nothing around the tensors was written."""
+        for memory, begin, end in self._all:
+            assert (memory[:begin] == POISON).all(), "written before the beginning of a buffer"
+            assert (memory[end:] == POISON).all(), "written past the end of a buffer"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Are two tensors equal bit for bit, any NaN standing for any other?"""
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    equal = a.contiguous().view(kind) == b.contiguous().view(kind)
+    if a.is_floating_point():
+        equal |= a.isnan() & b.isnan()
+    return bool(equal.all())

@@ -1,0 +1,418 @@
+"""Rank processes for multi-rank tests: spawned once per module, fed with functions, always reaped.
+
+A rank is a subprocess that reads pickled calls from a pipe. It dies with its parent (PR_SET_PDEATHSIG and
+the end of the pipe), so neither a failing test nor a killed pytest leaves one behind. Use it so::
+
+    pools = pytest.fixture(scope="module")(rank_pools)  # from tests.ranks
+
+    def average(ctx: RankContext, value: float) -> float: ...  # runs on a rank
+
+    def test_average(pools): assert pools(2).run(average, 1.0) == [1.0, 1.0]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import itertools
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+TESTS = Path(__file__).resolve().parent
+SOURCE = TESTS.parent / "src"
+# A rank knows this file by the name that the tests know it by, so that the classes here are the same ones.
+_BOOT = """
+import importlib.util, sys
+name, path, calls, answers = sys.argv[1:]
+spec = importlib.util.spec_from_file_location(name, path)
+sys.modules[name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.serve(int(calls), int(answers))
+"""
+_PR_SET_PDEATHSIG = 1
+
+
+class RankFailedError(Exception):
+    """One rank or more failed; the text holds every rank's traceback or exit code."""
+
+
+class RankDiedError(Exception):
+    """A rank's process ended during a call.
+
+    Attributes:
+        exit_code: Its exit code; minus the signal's number where a signal ended it.
+    """
+
+    def __init__(self, rank: int, exit_code: int | None, output: str = "") -> None:
+        super().__init__(f"rank {rank} ended with exit code {exit_code}" + (f"\n{output}" if output else ""))
+        self.exit_code = exit_code
+
+
+@dataclass
+class RankContext:
+    """What a function that runs on a rank is given first.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks of this run.
+        run: The number of this run, the same on every rank.
+        folder: A folder that the ranks share.
+    """
+
+    rank: int
+    world_size: int
+    run: int
+    folder: str
+    _stores: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def store(self) -> Any:
+        """A store that no other run uses: a file of its own."""
+        if "main" not in self._stores:
+            import torch.distributed as dist
+
+            path = os.path.join(self.folder, f"store-{self.run}")
+            self._stores["main"] = dist.FileStore(path, self.world_size)
+        return self._stores["main"]
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[bytes]
+    calls: IO[bytes]
+    answers: int  # file descriptor
+    output: IO[bytes]
+
+    def text(self) -> str:
+        """What the rank has printed since it started; the last 8,000 characters."""
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")[-8000:]
+
+
+class RankPool:
+    """`world_size` rank processes that run functions of a test module.
+
+    Args:
+        world_size: How many.
+        env: Variables set in the ranks, beside the inherited ones.
+    """
+
+    def __init__(self, world_size: int, env: Mapping[str, str] | None = None) -> None:
+        self.world_size = world_size
+        self._env = dict(env or {})
+        self._runs = itertools.count()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._ranks: list[_Rank] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 30.0,
+        expect_errors: bool = False,
+    ) -> list[Any]:
+        """Call ``fn(ctx, *args)`` on every rank.
+
+        Args:
+            fn: A module-level function.
+            timeout: Seconds until all stacks are dumped and the ranks are killed (new ones come with the next run).
+            expect_errors: Return exceptions instead of raising them; `RankDiedError` for a rank that ended.
+
+        Returns:
+            Each rank's result.
+
+        Raises:
+            RankFailedError: a rank raised or died.
+            TimeoutError: a rank did not answer; the text holds every rank's stacks.
+        """
+        if len(self._ranks) != self.world_size or any(r.process.poll() is not None for r in self._ranks):
+            self._restart()
+        number = next(self._runs)
+        module, name = fn.__module__, fn.__qualname__
+        for rank, member in enumerate(self._ranks):
+            context = RankContext(rank, self.world_size, number, self._folder.name)
+            path = getattr(sys.modules.get(module), "__file__", None)
+            _send(member.calls, (module, path, name, context, args))
+        answers = self._collect(timeout)
+        if any(isinstance(a, RankDiedError) for a in answers):
+            self._kill()  # the others may be stuck with the dead one: the next run starts new ranks
+        failed = [a for a in answers if isinstance(a, RankDiedError | _Raised)]
+        if failed and not expect_errors:
+            texts = [
+                f"--- rank {r}\n{a}" for r, a in enumerate(answers) if isinstance(a, RankDiedError | _Raised)
+            ]
+            raise RankFailedError(
+                "\n".join([f"{name} failed on {len(failed)} of {self.world_size} ranks", *texts])
+            )
+        return [a.error if isinstance(a, _Raised) else a for a in answers]
+
+    def close(self) -> None:
+        """End the ranks, and remove what they shared."""
+        for member in self._ranks:
+            with contextlib.suppress(OSError):
+                member.calls.close()
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and any(m.process.poll() is None for m in self._ranks):
+            time.sleep(0.01)
+        self._kill()
+        self._folder.cleanup()
+
+    def _collect(self, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        answers: dict[int, Any] = {}
+        waiting = {member.answers: rank for rank, member in enumerate(self._ranks)}
+        dead_since: float | None = None
+        while waiting:
+            left = deadline - time.monotonic()
+            if dead_since is not None:
+                left = min(left, dead_since + max(5.0, timeout / 2) - time.monotonic())
+            if left <= 0:
+                raise self._timed_out(timeout, sorted(waiting.values()))
+            for fd in select.select(list(waiting), [], [], left)[0]:
+                rank = waiting.pop(fd)
+                answers[rank] = self._answer(rank)
+                if isinstance(answers[rank], RankDiedError):
+                    dead_since = time.monotonic()
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _answer(self, rank: int) -> Any:
+        member = self._ranks[rank]
+        try:
+            return _receive(member.answers)
+        except EOFError:
+            return RankDiedError(rank, member.process.wait(10), member.text())
+
+    def _timed_out(self, timeout: float, late: list[int]) -> TimeoutError:
+        for member in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                member.process.send_signal(signal.SIGUSR1)  # faulthandler writes all stacks
+        time.sleep(0.3)
+        texts = [f"--- rank {rank}\n{member.text()}" for rank, member in enumerate(self._ranks)]
+        self._kill()
+        return TimeoutError("\n".join([f"ranks {late} did not answer within {timeout:g} s", *texts]))
+
+    def _restart(self) -> None:
+        self._kill()
+        self._ranks = [self._start() for _ in range(self.world_size)]
+
+    def _start(self) -> _Rank:
+        calls_read, calls_write = os.pipe()
+        answers_read, answers_write = os.pipe()
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the rank
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", _BOOT, __name__, __file__, str(calls_read), str(answers_write)],
+            pass_fds=(calls_read, answers_write),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=rank_environment(self._env),
+        )
+        os.close(calls_read)
+        os.close(answers_write)
+        return _Rank(process, os.fdopen(calls_write, "wb", buffering=0), answers_read, output)
+
+    def _kill(self) -> None:
+        for member in self._ranks:
+            member.process.kill()
+            member.process.wait()
+            with contextlib.suppress(OSError):
+                member.calls.close()
+            os.close(member.answers)
+            member.output.close()
+        self._ranks = []
+
+
+def rank_pools() -> Iterator[Callable[[int], RankPool]]:
+    """The body of a module-scoped fixture: ``pools = pytest.fixture(scope="module")(rank_pools)``.
+
+    Yields:
+        A function from the world size to the module's pool of that size.
+    """
+    pools: dict[int, RankPool] = {}
+    try:
+        yield lambda world_size: pools.setdefault(world_size, RankPool(world_size))
+    finally:
+        for pool in pools.values():
+            pool.close()
+
+
+def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a rank or a script: no launcher's variables, src and tests importable."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in dropped}
+    paths = [str(SOURCE), str(TESTS.parent), str(TESTS.parent / "examples"), env.get("PYTHONPATH", "")]
+    env.update(PYTHONPATH=os.pathsep.join(p for p in paths if p), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    env.update(extra or {})
+    return env
+
+
+@dataclass(frozen=True)
+class ScriptResult:
+    """How a script ended.
+
+    Attributes:
+        exit_code: Its exit code; minus the signal's number where a signal ended it; None: killed at the deadline.
+        stdout: What it wrote.
+        stderr: What it wrote there.
+        seconds: How long it ran.
+    """
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def run_scripts(
+    sources: Sequence[str],
+    *,
+    timeout: float = 30.0,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
+    args: Sequence[str] = (),
+) -> list[ScriptResult]:
+    """Run Python texts as processes side by side and wait for them all.
+
+    Args:
+        sources: One program text per process; ``sys.argv[1:]`` is `args`.
+        timeout: Seconds until those that still run are killed, each by its pid.
+        env: Variables for all, or a mapping per process.
+    """
+    begin = time.monotonic()
+    files = [(tempfile.TemporaryFile(), tempfile.TemporaryFile()) for _ in sources]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for index, source in enumerate(sources):
+            own = env[index] if isinstance(env, Sequence) else env
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, "-u", "-X", "faulthandler", "-c", source, *args],
+                    stdin=subprocess.DEVNULL,
+                    stdout=files[index][0],
+                    stderr=files[index][1],
+                    env=rank_environment(own),
+                )
+            )
+        ended: dict[int, float] = {}
+        while len(ended) < len(running) and time.monotonic() - begin < timeout:
+            for index, process in enumerate(running):
+                if index not in ended and process.poll() is not None:
+                    ended[index] = time.monotonic() - begin
+            time.sleep(0.01)
+    finally:
+        codes = [process.poll() for process in running]
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return [
+        ScriptResult(code, _text(out), _text(err), ended.get(index, timeout))
+        for index, (code, (out, err)) in enumerate(zip(codes, files, strict=True))
+    ]
+
+
+def _text(file: IO[bytes]) -> str:
+    with file:
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+@dataclass
+class _Raised:
+    """An exception of a rank, on its way to the test."""
+
+    error: BaseException
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _send(pipe: IO[bytes], message: Any) -> None:
+    data = pickle.dumps(message)
+    with contextlib.suppress(BrokenPipeError):  # a dead rank is found by its missing answer
+        view = memoryview(struct.pack("<Q", len(data)) + data)
+        while view:
+            view = view[pipe.write(view) :]
+
+
+def _receive(fd: int) -> Any:
+    def read(count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = os.read(fd, count - len(parts))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+    return pickle.loads(read(struct.unpack("<Q", read(8))[0]))
+
+
+def _load(module: str, path: str | None, name: str) -> Callable[..., Any]:
+    """The function, in its module under the name that the test has it by, wherever pytest found the file."""
+    if module not in sys.modules and path is not None:
+        spec = importlib.util.spec_from_file_location(module, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(path)
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _call(module: str, path: str | None, name: str, context: RankContext, args: tuple[Any, ...]) -> Any:
+    try:
+        return _load(module, path, name)(context, *args)
+    except BaseException as error:  # the test decides what it means
+        text = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RankFailedError(f"{type(error).__name__}: {error}")
+        return _Raised(error, text)
+
+
+def serve(calls: int, answers: int) -> None:
+    """Run calls until the pipe ends. The life of a rank."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    import torch
+
+    torch.set_num_threads(1)
+    with os.fdopen(answers, "wb", buffering=0) as out:
+        while True:
+            try:
+                call = _receive(calls)
+            except EOFError:
+                break
+            try:
+                answer = _call(*call)
+                pickle.dumps(answer)
+            except Exception as error:
+                answer = _Raised(
+                    RankFailedError(f"the answer can't be pickled: {error}"), traceback.format_exc()
+                )
+            _send(out, answer)
+    os._exit(0)  # what a test left pending must not hold up the module's end

@@ -1,0 +1,164 @@
+"""The first thing a stranger runs: examples/train_gpt.py, as `make train` starts it, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt import GPT, Corpus, Shape, batches
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+)
+
+
+def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    env["PYTHONPATH"] = str(ROOT / "src")
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+def train(*options: str) -> str:
+    done = start(SCRIPT, "--size", "tiny", "--device", "cpu", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def number(pattern: str, text: str) -> float:
+    match = re.search(pattern, text)
+    assert match is not None, f"nothing like {pattern!r} in:\n{text}"
+    return float(match.group(1))
+
+
+def test_default_run_learns_and_shows_all_it_promises(tmp_path: Path) -> None:
+    shown = train("--ranks", "2", "--steps", "60", "--trace", str(tmp_path / "trace"))
+    assert (
+        number(r"validation: ([\d.]+) bits per byte", shown) < 5.0
+    )  # 8 untrained; a byte's frequency alone gives 4.8
+    assert "bit-equal on 2 rank(s)" in shown
+    assert "sample:\nclass " in shown
+    assert 0.1 < number(r"step time: .* torch DDP .* ratio ([\d.]+)", shown) < 10
+    assert number(r"wire +([\d.]+) MB/s", shown) > 0
+    assert 0 <= number(r"hidden +(\d+)%", shown) <= 100
+    traces = sorted((tmp_path / "trace").iterdir())
+    assert len(traces) == 2
+    assert all(json.loads(path.read_text())["traceEvents"] for path in traces)
+
+
+def test_loss_shown_is_the_mean_of_what_all_ranks_see() -> None:
+    """Two ranks, whatever their data, start near ln 256 nats per byte."""
+    shown = train("--ranks", "2", "--steps", "1", "--no-compare-ddp")
+    assert number(r"loss ([\d.]+)", shown) == pytest.approx(5.55, abs=0.1)
+    assert "torch DDP" not in shown
+
+
+@pytest.mark.parametrize(("algorithm", "ranks"), [("onebit_adam", 3), ("decentralized", 2)])
+def test_algorithms(algorithm: str, ranks: int) -> None:
+    shown = train("--ranks", "2", "--algorithm", algorithm, "--ranks", str(ranks), "--steps", "40")
+    assert f"{algorithm}, {ranks} rank(s)" in shown
+    assert number(r"validation: ([\d.]+) bits per byte", shown) < 6.0
+    if algorithm == "decentralized":
+        assert 0 < number(r"not bit-equal, .* at most ([\d.e-]+)", shown) < 0.1
+    else:
+        assert f"bit-equal on {ranks} rank(s)" in shown
+
+
+def test_one_rank_needs_no_launcher() -> None:
+    shown = train("--ranks", "1", "--steps", "3")
+    assert "bit-equal on 1 rank(s)" in shown
+    assert "torch DDP" not in shown
+
+
+def test_under_torchrun_it_is_one_of_the_ranks() -> None:
+    done = start(*TORCHRUN, "2", SCRIPT, "--size", "tiny", "--steps", "3", "--no-compare-ddp", "--ranks", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("bit-equal on 2 rank(s)") == 1
+
+
+def test_unequal_replicas_fail_the_run(tmp_path: Path) -> None:
+    spoiler = tmp_path / "spoiler.py"
+    spoiler.write_text(
+        "import os, sys; sys.path.insert(0, sys.argv.pop(1))\n"
+        "import train_gpt\n"
+        "train = train_gpt.train\n"
+        "def spoiled(options, model, *rest):\n"
+        "    train(options, model, *rest)\n"
+        "    model.norm.bias.data[3] += 2.0 ** -20 * (os.environ['RANK'] == '1')\n"
+        "train_gpt.train = spoiled\n"
+        "sys.exit(train_gpt.main())\n"
+    )
+    done = start(*TORCHRUN, "2", spoiler, SCRIPT.parent, "--size", "tiny", "--steps", "2", "--no-compare-ddp")
+    assert done.returncode != 0
+    assert "NOT bit-equal: 2 different ones, a weight differs between ranks by at most 9.5e-07" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--ranks", "0"], ["--steps", "many"], ["--algorithm", "none"], ["--size", "huge"]]
+)
+def test_wrong_options_are_refused_by_name(wrong: list[str]) -> None:
+    done = start(SCRIPT, *wrong)
+    assert done.returncode == 2
+    assert f"argument {wrong[0]}" in done.stderr
+    assert wrong[1] in done.stderr
+
+
+def test_help_is_complete() -> None:
+    shown = start(SCRIPT, "--help").stdout
+    options = re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE)
+    assert len(options) >= 12
+    for option in options:
+        (text,) = re.findall(rf"^  {option}\b(.*?)(?=^  --|\n\n)", shown, re.MULTILINE | re.DOTALL)
+        assert option == "--trace" or "(default:" in text, f"{option} has no default in --help"
+
+
+def test_corpus_is_the_same_for_everyone_and_holds_files_out() -> None:
+    first, second = Corpus.from_standard_library(2_000_000), Corpus.from_standard_library(2_000_000)
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.validation, second.validation)
+    total = len(first.train) + len(first.validation)
+    assert 1_900_000 < total < 2_010_000
+    assert 0.01 < len(first.validation) / total < 0.2
+    assert bytes(first.validation[:200].tolist()) not in bytes(first.train.tolist())
+
+
+def test_ranks_draw_their_own_batches() -> None:
+    text = torch.arange(10_000).remainder(251).to(torch.uint8)
+    (tokens, targets), (others, _) = (next(batches(text, 16, 4, seed=0, rank=rank)) for rank in (0, 1))
+    again, _ = next(batches(text, 16, 4, seed=0, rank=0))
+    assert tokens.shape == targets.shape == (4, 16)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(tokens, again)
+    assert not torch.equal(tokens, others)
+
+
+def test_model_sees_no_byte_before_its_time() -> None:
+    torch.manual_seed(0)
+    model = GPT(Shape(layers=2, width=32, heads=2, context=16))
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] ^= 1
+    differs = (model.logits(tokens) != model.logits(changed)).any(-1)[0]
+    assert not differs[:10].any()
+    assert differs[10:].all()
