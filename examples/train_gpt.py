@@ -47,50 +47,21 @@ def parse_options() -> argparse.Namespace:
         epilog="Under torchrun, srun or mpirun the launcher sets the number of ranks, not --ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    names = sorted(bagua.algorithms.names())
+    names, count = sorted(bagua.algorithms.names()), whole_number
     add = parser.add_argument
     add("--algorithm", default="gradient_allreduce", choices=names, help="how the ranks agree")
-    add("--ranks", type=whole_number, default=2, metavar="N", help="processes to start on this machine")
-    add(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes cuda where there is one"
-    )
+    add("--ranks", type=count, default=2, metavar="N", help="processes to start on this machine")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
     add("--size", choices=tuple(SHAPES), default="small", help="0.1, 2.7 or 11 million parameters")
-    add("--steps", type=whole_number, default=450, metavar="N", help="optimizer steps")
-    add("--batch-size", type=whole_number, default=4, metavar="N", help="sequences per rank and step")
-    add(
-        "--lr",
-        type=float,
-        default=2e-3,
-        metavar="X",
-        help="peak learning rate; rises over 20 steps, then falls",
-    )
-    add(
-        "--warmup-share",
-        type=float,
-        default=0.3,
-        metavar="X",
-        help="onebit_adam: part of the steps before it compresses",
-    )
+    add("--steps", type=count, default=450, metavar="N", help="optimizer steps")
+    add("--batch-size", type=count, default=4, metavar="N", help="sequences per rank and step")
+    add("--lr", type=float, default=2e-3, metavar="X", help="peak learning rate, after 20 steps")
+    add("--warmup-share", type=float, default=0.3, metavar="X", help="of the steps: onebit_adam's warm-up")
     add("--bucket-cap-mb", type=float, default=10.0, metavar="MB", help="largest bucket, in MiB")
-    add(
-        "--trace",
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="write a Chrome trace per rank into this folder",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of the weights, the order of the data and the sample",
-    )
-    add(
-        "--compare-ddp",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure torch DDP's step time too",
-    )
+    add("--trace", default=argparse.SUPPRESS, metavar="DIR", help="folder for a Chrome trace per rank")
+    add("--seed", type=int, default=0, metavar="N", help="of weights, order of the data, and sample")
+    on_or_off = argparse.BooleanOptionalAction
+    add("--compare-ddp", action=on_or_off, default=True, help="measure torch DDP's step time too")
     return parser.parse_args()
 
 

@@ -2,7 +2,7 @@
 //   x' = (code + rint(min/step)) * step   where min <= 0 <= max
 //   x' = min + code * step                elsewhere; clamped into [min, max] in both cases
 //   |x' - x| <= (max - min)/508 + 1 ulp of the larger magnitude; padding becomes 0.
-//   A chunk that held NaN or an infinity, or a row of an unknown version or format: NaN throughout.
+//   A chunk that held NaN or an infinity, and a row of an unknown version or format: NaN.
 // Shapes:  wire [rows, minmax_row_bytes(columns)], out [rows, columns] contiguous.
 // Options: DTYPE (Float16, BFloat16, Float32, Float64).
 // Launch:  256 threads, min(rows * chunks, 8 a multiprocessor) blocks; a chunk a block at a time.
@@ -41,8 +41,7 @@ NAMED(minmax_decode, DTYPE)
     const u8* codes = row + codes_at + begin;
     Raw* to = out + r * columns + begin;
     const Grid<Wide> grid = minmax_grid<Wide>(row, chunk);
-    // Of a row that can't be read nothing is taken for padding: all of it shows as NaN.
-    const i64 valid = grid.origin == grid.origin ? at_least_zero(minmax_valid(row) - begin) : CHUNK;
+    const i64 valid = minmax_valid<Wide>(row, chunk);
     const i64 size = smaller(CHUNK, columns - begin);
     if (residue<N>(to) == 0 && (u64)codes % N == 0) decode_chunk<N>(grid, codes, valid, size, to);
     else decode_chunk<1>(grid, codes, valid, size, to);

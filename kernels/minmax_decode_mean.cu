@@ -21,10 +21,8 @@ struct Source {
 };
 
 DEVICE Source source_of(const u8* row, i64 columns, i64 chunk) {
-  const i64 begin = chunk * CHUNK;
-  const Grid<Wide> grid = minmax_grid<Wide>(row, chunk);
-  const i64 valid = grid.origin == grid.origin ? at_least_zero(minmax_valid(row) - begin) : CHUNK;
-  return {grid, row + minmax_codes_at<Wide>(columns) + begin, valid};
+  const u8* codes = row + minmax_codes_at<Wide>(columns) + chunk * CHUNK;
+  return {minmax_grid<Wide>(row, chunk), codes, minmax_valid<Wide>(row, chunk)};
 }
 
 // Adds one row's chunk, times weight, to the sums.

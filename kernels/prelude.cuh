@@ -248,18 +248,23 @@ template <class W> DEVICE i64 minmax_row_bytes(i64 columns) {
   return minmax_codes_at<W>(columns) + round_up(columns, 16);
 }
 
-// The grid of one chunk of one encoded row; all NaN where the row is of another version or format.
+// Was the row encoded by this version, for elements of this width?
+template <class W> DEVICE bool minmax_known(const u8* row) {
+  return row[0] == MINMAX_VERSION && row[1] == sizeof(W) && row[2] + 256 * row[3] == CHUNK;
+}
+
+// The grid of one chunk of one encoded row; all NaN where the row is not known.
 template <class W> DEVICE Grid<W> minmax_grid(const u8* row, i64 chunk) {
-  const bool known = row[0] == MINMAX_VERSION && row[1] == sizeof(W) &&
-                     row[2] + 256 * row[3] == CHUNK;
   const u8* header = row + MINMAX_ROW_HEADER + chunk * 2 * sizeof(W);
   const W nan = Limits<W>::nan();
-  if (!known) return Grid<W>::of(nan, nan);
+  if (!minmax_known<W>(row)) return Grid<W>::of(nan, nan);
   return Grid<W>::of(load_unaligned<W>(header), load_unaligned<W>(header + sizeof(W)));
 }
 
-// How many elements of a row are not padding.
-DEVICE i64 minmax_valid(const u8* row) { return load_unaligned<i64>(row + 8); }
+// How many elements from a chunk's first on are not padding; in a row that is not known, all.
+template <class W> DEVICE i64 minmax_valid(const u8* row, i64 chunk) {
+  return minmax_known<W>(row) ? at_least_zero(load_unaligned<i64>(row + 8) - chunk * CHUNK) : CHUNK;
+}
 
 // ---- the sign codec's row: scale (float32), 4 zero bytes, one bit an element --------------------
 inline constexpr i64 SIGN_ROW_HEADER = 8;

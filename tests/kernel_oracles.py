@@ -21,7 +21,7 @@ def wide_type(dtype: torch.dtype) -> type[np.floating]:
 
 
 def wide(tensor: torch.Tensor) -> Wide:
-    return tensor.to(torch.float64 if tensor.dtype is torch.float64 else torch.float32).numpy()
+    return tensor.to(torch.float64 if tensor.dtype is torch.float64 else torch.float32).numpy().copy()
 
 
 def narrow(values: Wide, dtype: torch.dtype) -> torch.Tensor:
@@ -133,7 +133,7 @@ def minmax_decode(wire: Bytes, columns: int, kind: type[np.floating]) -> Wide:
             low, high = row[16 + chunk * 2 * size :][: 2 * size].copy().view(kind)
             end = min(begin + CHUNK, columns)
             values = decode_chunk(low, high, row[codes_at + begin : codes_at + end])
-            stop = end if np.isnan(low) else min(end, max(valid, begin))
+            stop = min(end, max(valid, begin))
             out[r, begin:stop] = values[: stop - begin]
     return out
 

@@ -85,8 +85,8 @@ class RankContext:
         if "main" not in self._stores:
             import torch.distributed as dist
 
-            path = os.path.join(self.folder, f"store-{self.run}")
-            self._stores["main"] = dist.FileStore(path, self.world_size)
+            path = Path(self.folder) / f"store-{self.run}"
+            self._stores["main"] = dist.FileStore(str(path), self.world_size)
         return self._stores["main"]
 
 
@@ -135,7 +135,7 @@ class RankPool:
 
         Args:
             fn: A module-level function.
-            timeout: Seconds until all stacks are dumped and the ranks are killed (new ones come with the next run).
+            timeout: Seconds until all stacks are dumped and the ranks are killed; the next run has new ones.
             expect_errors: Return exceptions instead of raising them; `RankDiedError` for a rank that ended.
 
         Returns:
@@ -271,7 +271,7 @@ class ScriptResult:
     """How a script ended.
 
     Attributes:
-        exit_code: Its exit code; minus the signal's number where a signal ended it; None: killed at the deadline.
+        exit_code: Its exit code; minus the signal's number where one ended it; None: killed at the deadline.
         stdout: What it wrote.
         stderr: What it wrote there.
         seconds: How long it ran.
@@ -298,7 +298,7 @@ def run_scripts(
         env: Variables for all, or a mapping per process.
     """
     begin = time.monotonic()
-    files = [(tempfile.TemporaryFile(), tempfile.TemporaryFile()) for _ in sources]
+    files = [(tempfile.TemporaryFile(), tempfile.TemporaryFile()) for _ in sources]  # noqa: SIM115
     running: list[subprocess.Popen[bytes]] = []
     try:
         for index, source in enumerate(sources):

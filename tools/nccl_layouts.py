@@ -182,10 +182,8 @@ def layout_differences(version: int, layout: Mapping[str, Any]) -> list[str]:
         "fields": {name: _place_of(type(config), name) for name, _ in type(config)._fields_},
     }
     for name, mine in ours.items():
-        if name != "sim_info" or version <= 23_203:
-            theirs = layout[name]
-            if mine != theirs:
-                found.append(f"NCCL {version_text(version)}: {name}: ours {mine}, nccl.h {theirs}")
+        if mine != layout[name]:
+            found.append(f"NCCL {version_text(version)}: {name}: ours {mine}, nccl.h {layout[name]}")
     return found
 
 
@@ -261,6 +259,9 @@ def _write(headers: list[Header]) -> None:
             older = header.prototypes.get(name, prototype)
             if _types_in(older) != _types_in(prototype):
                 raise SystemExit(f"{name} differs in {version_text(header.version)}: {older}")
+    values = newest.layout["values"]
+    if any(header.layout.pop("values") != values for header in headers):
+        raise SystemExit("an enumerator's value differs between these headers")
     versions = {
         version_text(header.version): {
             "version": header.version,
@@ -269,7 +270,7 @@ def _write(headers: list[Header]) -> None:
         }
         for header in sorted(headers, key=lambda each: each.version)
     }
-    text = json.dumps({"prototypes": bound, "versions": versions}, indent=1)
+    text = json.dumps({"prototypes": bound, "values": values, "versions": versions}, indent=1)
     flat = re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text)
     TABLE.write_text(flat + "\n")
 

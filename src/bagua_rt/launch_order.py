@@ -81,8 +81,9 @@ class LaunchOrder:
         if not 0 <= bucket < len(self._states):
             raise IllegalTransitionError(f"there is no bucket {bucket} among {len(self._states)}")
         if self._states[bucket] is not old:
+            is_ = self._states[bucket].value
             raise IllegalTransitionError(
-                f"bucket {bucket} can't become {new.value}: it is {self._states[bucket].value}, not {old.value}"
+                f"bucket {bucket} can't become {new.value}: it is {is_}, not {old.value}"
             )
         self._states[bucket] = new
 

@@ -39,7 +39,9 @@ class Decentralized(Algorithm):
         if self.peers not in ("all", "shift_one"):
             raise UsageError("unknown peers", expected="'all' or 'shift_one'", got=repr(self.peers))
         if not isinstance(self.interval, int) or self.interval < 1:
-            raise UsageError("interval is not usable", expected="a whole number >= 1", got=repr(self.interval))
+            raise UsageError(
+                "interval is not usable", expected="a whole number >= 1", got=repr(self.interval)
+            )
 
     def bind(self, context: Context) -> _State:
         return _State(context, self)

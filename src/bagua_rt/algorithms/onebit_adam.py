@@ -112,7 +112,7 @@ class _State(AlgorithmState):
         self._unused = unused
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is self._optimizer and self.launch_on is LaunchOn.STEP_PRE:
+        if isinstance(optimizer, MomentumOptimizer) and self.launch_on is LaunchOn.STEP_PRE:
             pairs = [pair for b in self._buckets for pair in zip(b.params, b.views, strict=True)]
             self._optimizer.use_momentum({p: view for p, view in pairs if p not in self._unused})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagua_rt.backend import Communicator, Kernels, Stream
+from bagua_rt.errors import InternalError
 from bagua_rt.process_group import Communicators
 
 
@@ -23,10 +24,16 @@ def hierarchical_sum_(flat: torch.Tensor, communicators: Communicators, stream: 
 
     **Shapes:** any; equal on all ranks. **Stream:** queued on `stream`.
     """
-    communicators.intra_node.reduce_(flat, 0, "sum", stream=stream)
-    if communicators.inter_node is not None:
-        communicators.inter_node.all_reduce_(flat, "sum", stream=stream)
-    communicators.intra_node.broadcast_(flat, 0, stream=stream)
+    node, leaders = communicators.intra_node, communicators.inter_node
+    if node is None:
+        raise InternalError(
+            "the attachment has no intra-node communicator",
+            fix="give the algorithm a field `hierarchical` that is true",
+        )
+    node.reduce_(flat, 0, "sum", stream=stream)
+    if leaders is not None:
+        leaders.all_reduce_(flat, "sum", stream=stream)
+    node.broadcast_(flat, 0, stream=stream)
 
 
 class SignCompression:

@@ -38,7 +38,8 @@ def agree_on(lines: Sequence[Line], control: Control) -> None:
     if len(set(control.agree("layout digest", hashlib.sha256(payload).digest()))) == 1:
         return
     of_rank: list[list[Line]] = [
-        [(subject, value) for subject, value in json.loads(answer)] for answer in control.agree("layout", payload)
+        [(subject, value) for subject, value in json.loads(answer)]
+        for answer in control.agree("layout", payload)
     ]
     position = next(i for i in range(max(map(len, of_rank))) if len({_at(lines, i) for lines in of_rank}) > 1)
     here = [_at(lines, position) for lines in of_rank]

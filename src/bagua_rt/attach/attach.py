@@ -118,15 +118,14 @@ def _make(
     group, world = resources.group, resources.communicators.world
     tensors = {**named.trainable, **named.frozen, **named.buffers}
     replicate_tensors(list(tensors.values()), world, group.backend.device)
-    replicate_optimizers(
-        optimizers, world, group.backend.device, resources.control, names={p: n for n, p in named.trainable.items()}
-    )
+    names: dict[torch.Tensor, str] = {param: name for name, param in named.trainable.items()}
+    replicate_optimizers(optimizers, world, group.backend.device, resources.control, names=names)
     context = Context(
         communicators=resources.communicators,
         device=group.backend.device,
         kernels=group.backend.kernels,
         optimizers=optimizers,
-        names={param: name for name, param in named.trainable.items()},
+        names=names,
     )
     state = algorithm.bind(context)
     try:
@@ -211,9 +210,11 @@ def _check_tensors(named: NamedTensors, group: ProcessGroup) -> None:
     for name, param in named.trainable.items():
         ParameterSpec.of(name, param)
     for name, tensor in {**named.trainable, **named.frozen, **named.buffers}.items():
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(tensor):
             raise UsageError(
-                f"{name!r} is not initialised yet", expected="shapes that are known", fix="run a forward first"
+                f"{name!r} is not initialised yet",
+                expected="shapes that are known",
+                fix="run a forward first",
             )
         if tensor.device.type != group.device.type:
             raise UsageError(

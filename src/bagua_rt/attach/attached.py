@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ class Attachment:
 
     def _current_buffers(self) -> list[torch.Tensor]:
         """A module may have replaced a buffer since, by assigning to it."""
-        return [module._buffers[key] for module, key in self.named.buffer_places]
+        return [getattr(module, key) for module, key in self.named.buffer_places]
 
     def _broadcast(self, buffers: TensorReplicator) -> None:
         buffers.pack(self._current_buffers())
@@ -115,8 +114,11 @@ class Attachment:
 def _collected(attachment: Attachment, name: str) -> None:
     """The handle is gone. Without it nobody can close the attachment, so it ends here, audibly."""
     if not attachment.is_closed:
-        text = f"the handle of attach() for {name} was collected: the model is detached; keep it, or close() it"
+        text = (
+            f"the handle of attach() for {name} was collected: the model is detached; keep it, or close() it"
+        )
         warnings.warn(text, ResourceWarning, stacklevel=2)
+        _log.warning(text)
         attachment.detach(orderly=False)
 
 
@@ -204,7 +206,7 @@ class Attached:
         attachment.algorithm = algorithm
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the model's and the optimizers' own state_dict().
+        """What a checkpoint needs besides the states of the model and the optimizers.
 
         Per rank: every rank saves its own.
         """

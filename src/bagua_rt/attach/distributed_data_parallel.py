@@ -61,6 +61,8 @@ class DistributedDataParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        if bucket_cap_mb is not None:
+            options["bucket_cap_mb"] = bucket_cap_mb
         if device_ids is not None and len(device_ids) > 1:
             raise UsageError(
                 "device_ids names several devices",
@@ -77,7 +79,6 @@ class DistributedDataParallel(nn.Module):
             broadcast_buffers=broadcast_buffers,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
             **options,
         )
 

@@ -52,7 +52,9 @@ class Generation:
         nonfinite: Parameters whose local gradient is not finite (with ``check=True``).
     """
 
-    def __init__(self, buckets: Sequence[Bucket], count: int, launch_on: LaunchOn, communicates: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], count: int, launch_on: LaunchOn, communicates: bool
+    ) -> None:
         self.launch_on = launch_on
         self.communicates = communicates
         self.seen = [False] * count
@@ -250,7 +252,9 @@ class Engine:
         launches = generation.communicates and generation.launch_on is LaunchOn.GRADIENT_READY
         if launches:
             self._stage_rest(generation)
-        ledger = self._control.launch_max(pack(self._entry(missing, nonfinite=bool(generation.nonfinite))))
+        is_local = generation.launch_on is LaunchOn.STEP_PRE and self.state.source == "gradient"
+        nonfinite = bool(generation.nonfinite) or (is_local and not self._gradients.are_finite())
+        ledger = self._control.launch_max(pack(self._entry(missing, nonfinite=nonfinite)))
         if launches:
             self.pipeline.wait(lambda: self._look_into(ledger))
         result = self._read(ledger)
@@ -261,6 +265,8 @@ class Engine:
         if launches:
             self._gradients.expose(unused)
             self.state.commit()
+        if is_local and result.any_nonfinite:
+            self._gradients.make_nonfinite()
         self._step_is_due = generation.communicates and generation.launch_on is LaunchOn.STEP_PRE
         self.state.after_backward(frozenset(self.params[i] for i in unused))
 
@@ -288,12 +294,12 @@ class Engine:
     def _look_into(self, ledger: PendingMax) -> None:
         """While data is waited for: ranks that differ launch different things, so say so at once."""
         if ledger.is_done():
-            verdict.raise_if_out_of_step(unpack(ledger.wait()), self._control)
+            verdict.raise_if_out_of_step(unpack(ledger.wait()))
 
     def _read(self, ledger: PendingMax) -> LedgerResult:
         try:
             result = unpack(ledger.wait())
-            verdict.raise_if_out_of_step(result, self._control)
+            verdict.raise_if_out_of_step(result)
         except BaguaError as error:
             self.pipeline.fail(error)
             raise
@@ -307,7 +313,9 @@ class Engine:
     def _judge(self, result: LedgerResult, missing: Sequence[bool], generation: Generation) -> None:
         try:
             verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
-            verdict.raise_if_not_finite(result, self._control, [self.names[i] for i in generation.nonfinite])
+            if self._options.check:
+                mine = [self.names[i] for i in generation.nonfinite]
+                verdict.raise_if_not_finite(result, self._control, mine)
             if not self._options.find_unused_parameters:
                 verdict.raise_if_unused(result, self._control, self.names, missing)
         except BaguaError as error:
@@ -427,4 +435,3 @@ class Engine:
         finally:
             self.release_gradients()
             self.state.close()
-

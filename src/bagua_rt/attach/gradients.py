@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,7 @@ class Gradients:
         return [members[i] for i in present if not bool(torch.isfinite(bucket.views[i]).all())]
 
     def expose(self, unused: Collection[int]) -> None:
-        """Let every parameter's ``.grad`` be the communicated gradient; those in `unused` stay as they were."""
+        """Let ``.grad`` be the communicated gradient; for parameters in `unused`, what it was before."""
         compute = self._context.device.compute_stream()
         for bucket, members in zip(self._buckets, self._members, strict=True):
             grads: list[torch.Tensor] = []
@@ -88,6 +89,20 @@ class Gradients:
             if grads:
                 self._context.kernels.copy_out(views, grads, compute)
         self._kept.clear()
+
+    def are_finite(self) -> bool:
+        """Are all elements of all gradients on this rank finite? Waits for the compute stream."""
+        grads = [param.grad for bucket in self._buckets for param in bucket.params if param.grad is not None]
+        grads = [grad for grad in grads if grad.numel()]
+        return not grads or bool(torch.stack(torch._foreach_norm(grads, math.inf)).isfinite().all())
+
+    def make_nonfinite(self) -> None:
+        """Some rank's own gradients are not finite: neither are this rank's, so that a GradScaler, which
+        looks at local gradients only, skips the step on all ranks or on none."""
+        for bucket in self._buckets:
+            for param in bucket.params:
+                if param.grad is not None:
+                    param.grad.fill_(math.nan)
 
     def _keep_unseen(self, bucket: Bucket, members: Sequence[int], seen: Sequence[bool]) -> None:
         """A gradient that no rank adds to in this generation is handed back untouched by `expose`."""

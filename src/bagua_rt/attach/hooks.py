@@ -72,12 +72,12 @@ class Hooks:
         """Tell `engine` of every accumulated gradient. The hook lives as long as the parameter."""
         for index, param in enumerate(params):
             hook = Hook(lambda _, index=index: engine.on_gradient(index))
-            self._removables.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._removables.append(param.register_post_accumulate_grad_hook(hook))
 
     def install_on_module(self, module: nn.Module, before_forward: Callable[[bool], None]) -> None:
         """Call ``before_forward(module.training)`` before each forward of `module` outside of a backward."""
 
-        def body(module: nn.Module, args: object) -> None:
+        def body(module: nn.Module, _: object) -> None:
             if not is_running():  # else an activation checkpoint runs it again
                 before_forward(module.training)
 

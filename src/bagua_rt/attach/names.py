@@ -79,7 +79,10 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _names(ignore: Iterable[str]) -> set[str]:
     if isinstance(ignore, str):
         raise UsageError(
-            "ignore is one text", expected="a collection of names", got=repr(ignore), fix=f"write [{ignore!r}]"
+            "ignore is one text",
+            expected="a collection of names",
+            got=repr(ignore),
+            fix=f"write [{ignore!r}]",
         )
     names = set(ignore)
     if wrong := [name for name in names if not isinstance(name, str)]:

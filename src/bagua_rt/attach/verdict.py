@@ -15,7 +15,7 @@ from bagua_rt.errors import LayoutMismatchError, PeerError, UnusedParameterError
 _SHOWN = 5
 
 
-def raise_if_out_of_step(result: LedgerResult, control: Control) -> None:
+def raise_if_out_of_step(result: LedgerResult) -> None:
     """Raise if the ranks are not in one generation, with one plan, in one stage.
 
     Raises:
@@ -79,7 +79,9 @@ def raise_if_unused(
     """
     if not result.missing_somewhere:
         return
-    texts = _gather(control, "unused", [name for name, is_missing in zip(names, missing, strict=True) if is_missing])
+    texts = _gather(
+        control, "unused", [name for name, is_missing in zip(names, missing, strict=True) if is_missing]
+    )
     listed = [names[i] for i in result.missing_somewhere]
     raise UnusedParameterError(
         f"parameters got no gradient: {_shown(listed)}",

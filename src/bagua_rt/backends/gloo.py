@@ -223,7 +223,7 @@ class GlooCommunicator(CheckedCommunicator):
         if op == "avg" and self.world_size > 1:
             torch.mul(inp, 1.0 / self.world_size, out=out)
         elif out.data_ptr() != inp.data_ptr():
-            out.view(-1).copy_(inp.view(-1))
+            _flat(out).copy_(_flat(inp))
 
     def _reduce(self, via: GlooGroup | None, t: torch.Tensor, root: int, op: ReduceOp) -> None:
         if via is None or not t.numel():
@@ -238,7 +238,7 @@ class GlooCommunicator(CheckedCommunicator):
             via.broadcast(_bytes(t), root, OUT_OF_REACH).wait(OUT_OF_REACH)
 
     def _all_gather(self, via: GlooGroup | None, out: torch.Tensor, inp: torch.Tensor) -> None:
-        parts = out.view(-1).chunk(self.world_size) if out.numel() else ()
+        parts = _flat(out).chunk(self.world_size) if out.numel() else ()
         if not parts:
             return
         sends = [(k, inp) for k in range(self.world_size) if k != self.rank]
@@ -251,9 +251,9 @@ class GlooCommunicator(CheckedCommunicator):
         if not out.numel():
             return
         scratch = torch.empty(inp.numel(), dtype=inp.dtype)
-        self._place(scratch, inp.view(-1), op)
+        self._place(scratch, _flat(inp), op)
         if via is None:
-            out.view(-1).copy_(scratch)
+            _flat(out).copy_(scratch)
             return
         options = ReduceScatterOptions()
         options.reduceOp, options.timeout = _gloo_op(inp, op), OUT_OF_REACH
@@ -262,7 +262,7 @@ class GlooCommunicator(CheckedCommunicator):
     def _all_to_all(self, via: GlooGroup | None, out: torch.Tensor, inp: torch.Tensor) -> None:
         if not inp.numel():
             return
-        outs, inps = out.view(-1).chunk(self.world_size), inp.view(-1).chunk(self.world_size)
+        outs, inps = _flat(out).chunk(self.world_size), _flat(inp).chunk(self.world_size)
         self._exchange(via, self._others(inps), self._others(outs), [(outs[self.rank], inps[self.rank])])
 
     def _exchange(self, via: GlooGroup | None, sends: Pairs, receives: Pairs, copies: Copies) -> None:
@@ -276,7 +276,7 @@ class GlooCommunicator(CheckedCommunicator):
             started += [via.send([_bytes(t)], peer, 0) for peer, t in sends if t.numel()]
         for destination, source in copies:
             if destination.data_ptr() != source.data_ptr():
-                destination.view(-1).copy_(source.view(-1))
+                _flat(destination).copy_(_flat(source))
         return started
 
     def _barrier(self, via: GlooGroup | None) -> None:
@@ -300,14 +300,22 @@ class GlooCommunicator(CheckedCommunicator):
         self._groups_of_lanes = dict.fromkeys(self._groups_of_lanes)
 
 
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one dimension of stride 1.
+
+    Not ``view(-1)``: a tensor of one element is contiguous whatever its stride, and view keeps the stride.
+    """
+    return t.detach().as_strided((t.numel(),), (1,))
+
+
 def _bytes(t: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, as what gloo carries without knowing its dtype."""
-    return t.detach().view(-1).view(torch.uint8)
+    return _flat(t).view(torch.uint8)
 
 
 def _numbers(t: torch.Tensor) -> torch.Tensor:
     """A flat view of `t` in a dtype that gloo reduces."""
-    flat = t.detach().view(-1)
+    flat = _flat(t)
     if flat.is_complex():
         return torch.view_as_real(flat).view(-1)
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat

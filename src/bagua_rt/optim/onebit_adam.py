@@ -90,7 +90,7 @@ class OneBitAdam(PairedOptimizer):
             raise UsageError(
                 f"{wrong[0]} is out of range", expected=">= 0, betas below 1", got=repr(settings[wrong[0]])
             )
-        super().add_param_group(param_group)  # type: ignore[no-untyped-call]
+        super().add_param_group(param_group)
 
     @property
     def algorithm(self) -> OneBitAdamAlgorithm:

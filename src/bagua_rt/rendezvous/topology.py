@@ -101,14 +101,14 @@ def _misfit(seats: Sequence[Seat], nodes: list[list[int]]) -> UsageError | None:
         if sizes and sizes != {len(node)}:
             got = {rank: seats[rank].local_world_size for rank in sorted(node)}
             return UsageError(
-                f"the ranks {names} contradict each other about local_world_size",
+                f"what is said about local_world_size can't be right on rank {names}",
                 expected=f"consecutive ranks of one size each, or {len(node)}, the ranks on one machine",
                 got=", ".join(f"{size} on rank {rank}" for rank, size in got.items()),
                 fix="give every rank the number of ranks on its own node",
             )
         if None not in stated and stated != list(range(len(node))):
             return UsageError(
-                f"the ranks {names} contradict each other about their local ranks",
+                f"what is said about local ranks can't be right on rank {names}",
                 expected=f"each of 0 to {len(node) - 1} once: these ranks are on one machine",
                 got=", ".join(f"{local} on rank {rank}" for rank, local in local_ranks.items()),
                 fix="correct LOCAL_RANK and LOCAL_WORLD_SIZE",

@@ -1,8 +1,8 @@
 """The structure of optimizers' state, on its way without its tensors.
 
-The root pickles keys, numbers and containers, with a reference in place of each tensor (`Sender`). Another rank
-reads that, and puts a tensor of its own in place of each reference (`Receiver`): the one that it holds at
-the same place, if it is of the same description, else a new one. The tensors' bytes travel by themselves.
+The root pickles keys, numbers and containers, with a reference in place of each tensor (`Sender`). Another
+rank reads that, and puts a tensor of its own in place of each reference (`Receiver`): the one that it holds
+at the same place, if it is of the same description, else a new one. The tensors' bytes travel by themselves.
 """
 
 from __future__ import annotations
@@ -207,15 +207,12 @@ class Receiver:
     Args:
         optimizers: This rank's.
         home: Where hyper-parameters go that are not on the CPU.
-
-    Attributes:
-        tensors: Where each tensor that travels is to be written.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], home: torch.device) -> None:
         self._optimizers = optimizers
         self._home = home
-        self.tensors: list[torch.Tensor] = []
+        self._targets: dict[int, torch.Tensor] = {}  # by index
         self._made: dict[int, tuple[torch.Tensor, _TensorSpec]] = {}  # by identity
         # Each memory is written to once, and the weights' never, whatever else refers to them.
         self._taken = {param.data_ptr() for each in optimizers for param in _params(each)}
@@ -230,16 +227,20 @@ class Receiver:
         try:
             for optimizer, each in zip(self._optimizers, pickle.loads(skeleton), strict=True):
                 self._take_up(optimizer, each)
-            for tensor, spec in self._made.values():
-                if self.tensors[spec.index] is tensor:
-                    spec.allocate(tensor)
+            for made, spec in self._made.values():
+                if self._targets[spec.index] is made:
+                    spec.allocate(made)
                 else:  # an object that _merged can't look into may still refer to it
-                    tensor.data = self.tensors[spec.index].data
-        except (
-            Exception
-        ) as error:  # of any kind (a class that is missing here, no memory): all ranks must hear of it
+                    made.data = self._targets[spec.index].data
+        except Exception as error:
+            # Of any kind (a class that is missing here, no memory): all ranks must hear of it.
             return f"{type(error).__name__}: {error}"
         return ""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Where each tensor that travels is to be written."""
+        return [self._targets[index] for index in range(len(self._targets))]
 
     def commit(self) -> None:
         """Put the structure into the optimizers."""
@@ -263,19 +264,17 @@ class Receiver:
         self._commits.append(partial(_replace_state, state, old, new))
 
     def _loaded(self, data: bytes, existing: Any, home: torch.device) -> Any:
-        return self._merged(
-            existing, _Unpickler(data, lambda reference: self._tensor(reference, home)).load(), home
-        )
+        incoming = _Unpickler(data, lambda reference: self._tensor(reference, home)).load()
+        return self._merged(existing, incoming, home)
 
     def _tensor(self, reference: tuple[int, int] | _TensorSpec, home: torch.device) -> torch.Tensor:
         if not isinstance(reference, _TensorSpec):
             number, position = reference
             return _params(self._optimizers[number])[position]
-        if reference.index == len(self.tensors):
-            tensor = reference.make(home)
-            self._made[id(tensor)] = tensor, reference
-            self.tensors.append(tensor)
-        return self.tensors[reference.index]
+        if reference.index not in self._targets:
+            made = self._targets[reference.index] = reference.make(home)
+            self._made[id(made)] = made, reference
+        return self._targets[reference.index]
 
     def _merged(self, existing: Any, incoming: Any, home: torch.device) -> Any:
         """`incoming`, with the tensors of `existing` at the same places where they fit."""
@@ -296,9 +295,9 @@ class Receiver:
         if id(incoming) not in self._made:
             return incoming  # a parameter
         made, spec = self._made[id(incoming)]
-        if self.tensors[spec.index] is made and spec.fits(existing, home) and self._take(existing):
-            self.tensors[spec.index] = existing
-        return self.tensors[spec.index]
+        if self._targets[spec.index] is made and spec.fits(existing, home) and self._take(existing):
+            self._targets[spec.index] = existing
+        return self._targets[spec.index]
 
     def _take(self, tensor: torch.Tensor) -> bool:
         if tensor.numel() > 0 and tensor.data_ptr() in self._taken:

@@ -1,9 +1,9 @@
 """Tensors made equal, bit for bit, to the root rank's.
 
 They travel as bytes, never as values: NaN payloads, negative zeros and unusual dtypes arrive as they were
-sent. What a rank sends depends on shapes and dtypes alone; strides are each rank's own business, because every
-tensor crosses in the order of its indices. Small tensors share a *parcel*, one collective; a large one is a
-parcel by itself, sent from its own memory where that is contiguous.
+sent. What a rank sends depends on shapes and dtypes alone; strides are each rank's own business, because
+every tensor crosses in the order of its indices. Small tensors share a *parcel*, one collective; a large one
+is a parcel by itself, sent from its own memory where that is contiguous.
 
 [Note: .data]
     Autograd counts the writes to a tensor, and refuses a backward through one that was written to after it
@@ -73,36 +73,31 @@ class TensorReplicator:
         self._plan(tensors)
 
     def _plan(self, tensors: Sequence[torch.Tensor]) -> None:
+        for index, tensor in enumerate(tensors):
+            _check(tensor, index)
         self._tensors = tuple(tensors)
         self._places = [_place(tensor) for tensor in tensors]
         if self._is_alone:
             self._parcels: list[_Parcel] = []
             return
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # memory made here is written to outside of it, too
+        with torch.inference_mode(False), torch.no_grad():  # so that it can be written to outside of one, too
             self._parcels = [self._parcel(indices) for indices in _parcels(tensors)]
 
     def _parcel(self, indices: Sequence[int]) -> _Parcel:
-        tensors = [_bits(self._tensors[i], i) for i in indices]
+        tensors = [_bits(self._tensors[i]) for i in indices]
         first = tensors[0]
-        is_value = first.is_conj() or first.is_neg()
-        if (
-            len(tensors) == 1
-            and first.is_contiguous()
-            and not is_value
-            and first.device == self._device.torch_device
-        ):
+        is_own = first.device == self._device.torch_device and not _is_lazy_view(first)
+        if len(tensors) == 1 and first.is_contiguous() and is_own:
             return _Parcel(first.view(-1).view(torch.uint8), [], [])
         offsets, size = _offsets(tensors)
         wire = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
-        groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for outside, offset in zip(tensors, offsets, strict=True):
             part = wire[offset : offset + outside.nbytes].view(outside.dtype).view(outside.shape)
             if not self._is_root:
                 outside, part = _without_repetition(outside, part)  # noqa: PLW2901
-            inside_list, outside_list = groups.setdefault((outside.dtype, outside.device), ([], []))
+            key = outside.dtype, outside.device, _is_lazy_view(outside)
+            inside_list, outside_list = groups.setdefault(key, ([], []))
             inside_list.append(part)
             outside_list.append(outside)
         return _Parcel(wire, [pair[0] for pair in groups.values()], [pair[1] for pair in groups.values()])
@@ -124,7 +119,7 @@ class TensorReplicator:
             with torch.inference_mode(False), torch.no_grad():
                 for parcel in self._parcels:
                     for inside, outside in zip(parcel.inside, parcel.outside, strict=True):
-                        torch._foreach_copy_(inside, outside)
+                        _copy(outside, inside)
         self._ready = self._device.record(self._device.compute_stream())
 
     def queue(self, comm: Communicator, stream: Stream) -> None:
@@ -160,7 +155,7 @@ class TensorReplicator:
         with torch.inference_mode(False), torch.no_grad():
             for parcel in self._parcels:
                 for inside, outside in zip(parcel.inside, parcel.outside, strict=True):
-                    torch._foreach_copy_(outside, inside)
+                    _copy(inside, outside)
 
 
 def replicate_tensors(
@@ -168,8 +163,8 @@ def replicate_tensors(
 ) -> None:
     """Make `tensors` equal, bit for bit, to those of rank `root`.
 
-    Shapes and dtypes must be equal on all ranks; strides may differ, and are kept. Tensors keep their identity
-    and their autograd version. At most one parcel (or one large non-contiguous tensor) is held in copy.
+    Shapes and dtypes must be equal on all ranks; strides may differ, and are kept. Tensors keep identity
+    and autograd version. At most one parcel (or one large non-contiguous tensor) is held in copy.
 
     Args:
         tensors: Parameters, buffers or state, in the same order on every rank.
@@ -185,12 +180,22 @@ def replicate_tensors(
     """
     for index, tensor in enumerate(tensors):
         _check(tensor, index)  # all of them before the first moves
+    if comm.world_size == 1:
+        return
     for indices in _parcels(tensors):
         replicator = TensorReplicator([tensors[i] for i in indices], comm, device, root)
         replicator.pack()
         replicator.queue(comm, comm.lanes[0])
         replicator.wait()
         replicator.unpack()
+
+
+def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    if _is_lazy_view(targets[0]):  # the fused copy can't write through these
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+    else:
+        torch._foreach_copy_(targets, sources)
 
 
 def _is(a: object, b: object) -> bool:
@@ -256,15 +261,18 @@ def kind_without_bytes(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _bits(tensor: torch.Tensor, index: int) -> torch.Tensor:
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor` as integers, with its shape and strides ([Note: .data])."""
-    _check(tensor, index)
     data = tensor.data
-    if data.is_conj() or data.is_neg():
+    if _is_lazy_view(data):
         return data  # its memory isn't its value: copied as values, which changes no bit but the signs
     if data.dtype is torch.complex128:
         return torch.view_as_real(data).view(torch.int64)
     return data.view(_BITS[data.dtype.itemsize])
+
+
+def _is_lazy_view(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _without_repetition(outside: torch.Tensor, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,22 @@
+"""What the emulator's own tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .ranks import run_emulated
+
+KERNELS = Path(__file__).resolve().parent / "kernels"
+
+
+def on_emulator(function: Callable[..., object], *args: object, **settings: Any) -> Any:
+    """Runs a function in a fresh process on the emulator, and returns its result."""
+    return run_emulated(lambda_free(function), 1, *args, **settings)[0].value
+
+
+def lambda_free(function: Callable[..., object]) -> Callable[..., object]:
+    """Processes find functions by name."""
+    assert "<" not in function.__qualname__, "define the function at module level"
+    return function

@@ -1,0 +1,592 @@
+"""Cases of attach() and DistributedDataParallel: which parameters take part, accumulation, wrapping."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bagua_rt as bagua
+from tests.micro import KINDS, SIZES, One, Two, backward, caught, feed, grad, group, mean, on, wrap
+from tests.ranks import RankContext, RankPool
+
+VIEWS = (True, False)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
+
+
+# ---- A. Which parameters take part ----------------------------------------------------------------------
+
+
+def b01(ctx: RankContext, kind: str, lazy_ranks: list[int]) -> dict[str, Any]:
+    with group(ctx):
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrapped = wrap(kind, model, optimizer)
+        use = "a" if ctx.rank in lazy_ranks else "ab"
+        error = caught(lambda: backward(wrapped, ctx, use))
+        step = caught(optimizer.step)
+        weights = [p.item() for p in model.parameters()]
+        optimizer.zero_grad()
+        backward(wrapped, ctx)
+        after = [grad(model.a.weight), grad(model.b.weight)]
+        optimizer.step()
+        return {"error": error, "step": step, "weights": weights, "after": after}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world_size", "lazy"), [(1, [0]), (2, [0, 1]), (2, [1]), (3, [0, 1, 2]), (3, [1])])
+def test_b01_unused_parameter_is_an_error_of_the_same_backward_on_every_rank(
+    pool: RankPool, kind: str, world_size: int, lazy: list[int]
+) -> None:
+    for found in on(pool, world_size, b01, kind, lazy):
+        error, text = found["error"]
+        assert error == "UnusedParameterError"
+        assert "b.weight" in text
+        assert "a.weight" not in text
+        assert [rank for rank in range(world_size) if f"rank {rank}:" in text] == lazy
+        assert "find_unused_parameters=True" in text
+        assert found["step"] == found["error"], "the step after it is refused for the same reason"
+        assert found["weights"] == [1.0, 1.0]
+        assert found["after"] == [mean(world_size)] * 2, "the next step is as if nothing had happened"
+
+
+class RootParameter(nn.Module):
+    """A parameter at the root, one deeper, one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.inner = nn.ModuleDict({"deep": One()})
+        self.lost = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner["deep"](x) * self.scale
+        return out
+
+
+def b01_names(ctx: RankContext, kind: str) -> tuple[tuple[str, str], list[str]]:
+    with group(ctx):
+        wrapped = wrap(kind, RootParameter())
+        error = caught(lambda: backward(wrapped, ctx))
+        return error, [name for plan in wrapped.run.buckets for name in plan.names]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_b01_root_level_parameters_are_called_by_one_name_everywhere(pool: RankPool, kind: str) -> None:
+    for (error, text), planned in on(pool, 2, b01_names, kind):
+        assert (error, "parameters got no gradient: lost ·" in text) == ("UnusedParameterError", True)
+        assert sorted(planned) == ["inner.deep.a.weight", "lost", "scale"]
+
+
+def b02(ctx: RankContext, kind: str, users: list[int], as_view: bool) -> list[Any]:
+    with group(ctx):
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.5)
+        wrapped = wrap(
+            kind, model, optimizer, find_unused_parameters=True, gradient_as_bucket_view=as_view
+        )
+        seen = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(wrapped, ctx, "ab" if ctx.rank in users else "a")
+            seen.append((grad(model.a.weight), grad(model.b.weight)))
+            optimizer.step()
+        return [seen, model.b.weight.item()]
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_b02_unused_everywhere_stays_untouched(
+    pool: RankPool, kind: str, world_size: int, as_view: bool
+) -> None:
+    for seen, weight in on(pool, world_size, b02, kind, [], as_view):
+        assert seen == [(mean(world_size), None)] * 2
+        assert weight == 1.0
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_b02_used_on_one_rank_counts_as_zero_on_the_others(
+    pool: RankPool, kind: str, world_size: int, as_view: bool
+) -> None:
+    answers = on(pool, world_size, b02, kind, [0], as_view)
+    assert answers == [answers[0]] * world_size
+    seen, weight = answers[0]
+    assert seen == [(mean(world_size), pytest.approx(1 / world_size, rel=1e-7))] * 2
+    # two steps of momentum 0.9, decay 0.5, gradient 1/n: the same on every rank
+    first = 1 / world_size + 0.5
+    velocity = 0.9 * first + 1 / world_size + 0.5 * (1 - 0.1 * first)
+    assert weight == pytest.approx(1 - 0.1 * first - 0.1 * velocity, rel=1e-6)
+
+
+def b02_stale(ctx: RankContext, kind: str, as_view: bool) -> list[Any]:
+    """`b` is used in the first step, by nobody in the second, without zeroing between."""
+    with group(ctx):
+        model = Two()
+        wrapped = wrap(kind, model, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        backward(wrapped, ctx)
+        backward(wrapped, ctx, "a")
+        kept = [grad(model.a.weight), grad(model.b.weight)]
+        model.zero_grad(set_to_none=False)
+        backward(wrapped, ctx, "a")
+        return [*kept, grad(model.a.weight), grad(model.b.weight)]
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_b02_a_gradient_that_nobody_adds_to_is_kept(pool: RankPool, kind: str, as_view: bool) -> None:
+    for found in on(pool, 2, b02_stale, kind, as_view):
+        assert found == [3.0, 1.5, 1.5, 0.0]
+
+
+def b04(ctx: RankContext, kind: str) -> list[Any]:
+    with group(ctx):
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrapped = wrap(kind, model, optimizer, find_unused_parameters=True)
+        seen: list[Any] = []
+        for is_trained in (True, False, True):
+            model.b.weight.requires_grad_(is_trained)
+            optimizer.zero_grad()
+            backward(wrapped, ctx)
+            seen.append((grad(model.a.weight), grad(model.b.weight)))
+            optimizer.step()
+        return [seen, model.b.weight.item()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_b04_frozen_for_a_step_with_find_unused(pool: RankPool, kind: str, world_size: int) -> None:
+    right = mean(world_size)
+    for seen, weight in on(pool, world_size, b04, kind):
+        assert seen == [(right, right), (right, None), (right, right)]
+        assert weight == pytest.approx(1 - 0.2 * right, rel=1e-6)
+
+
+def b07(ctx: RankContext, kind: str, when: str) -> dict[str, Any]:
+    with group(ctx):
+        model = Two()
+        if when == "before":
+            model.b.weight = model.a.weight
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrapped = wrap(kind, model, optimizer, find_unused_parameters=when == "after")
+        sent = wrapped.run.statistics().bytes_sent
+        if when == "after":
+            model.b.weight = model.a.weight
+        grads = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(wrapped, ctx)
+            grads.append(grad(model.a.weight))
+            optimizer.step()
+        return {
+            "grads": grads,
+            "weights": [model.a.weight.item(), model.b.weight.item()],
+            "names": [plan.names for plan in wrapped.run.buckets],
+            "keys": sorted(model.state_dict()),
+            "bytes": wrapped.run.statistics().bytes_sent - sent,
+        }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_b07_tied_parameters_are_one(pool: RankPool, kind: str, world_size: int) -> None:
+    right = 2 * mean(world_size)
+    for found in on(pool, world_size, b07, kind, "before"):
+        assert found["grads"] == [right, right]
+        assert found["weights"] == [pytest.approx(1 - 0.2 * right, abs=1e-6)] * 2
+        assert found["names"] == [("a.weight",)]
+        assert found["keys"] == ["a.weight", "b.weight"]
+        assert found["bytes"] == 2 * bytes_of_all_reduce(world_size, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_b07_tied_after_wrapping(pool: RankPool, kind: str) -> None:
+    for found in on(pool, 2, b07, kind, "after"):
+        assert found["grads"] == [3.0, 3.0]
+
+
+def bytes_of_all_reduce(world_size: int, nbytes: int) -> int:
+    """What a ring all-reduce sends per rank; the runtime's statistics count by this formula."""
+    return 2 * (world_size - 1) * nbytes // world_size
+
+
+# ---- B. Accumulation, several backwards, checkpointing --------------------------------------------------
+
+
+def b09(ctx: RankContext, kind: str) -> dict[str, Any]:
+    with group(ctx):
+        model = One()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrapped = wrap(kind, model, optimizer)
+        found: dict[str, Any] = {}
+        with wrapped.run.no_sync():
+            loss = wrapped.forward(feed(ctx)).sum()
+        loss.backward()
+        found["forward inside"] = grad(model.a.weight)
+        optimizer.zero_grad()
+
+        loss = wrapped.forward(feed(ctx)).sum()
+        with wrapped.run.no_sync():
+            loss.backward()
+        found["backward inside"] = grad(model.a.weight)
+        found["step"] = caught(optimizer.step)
+        found["weight"] = model.a.weight.item()
+        optimizer.zero_grad()
+        found["step after zero_grad"] = caught(optimizer.step)
+
+        with wrapped.run.no_sync():
+            backward(wrapped, ctx)
+        backward(wrapped, ctx)
+        found["both inside, then one outside"] = grad(model.a.weight)
+        optimizer.step()
+        found["weight at the end"] = model.a.weight.item()
+        return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_b09_the_backwards_place_decides(pool: RankPool, kind: str, world_size: int) -> None:
+    right = mean(world_size)
+    for rank, found in enumerate(on(pool, world_size, b09, kind)):
+        assert found["forward inside"] == right
+        assert found["backward inside"] == rank + 1
+        error, text = found["step"]
+        assert error == "UsageError"
+        assert "no_sync()" in text
+        assert "a.weight" in text
+        assert found["weight"] == 1.0
+        assert found["step after zero_grad"] == ("", "")
+        assert found["both inside, then one outside"] == 2 * right
+        assert found["weight at the end"] == pytest.approx(1 - 0.2 * right, rel=1e-6)
+
+
+def b10(ctx: RankContext, kind: str, as_view: bool) -> dict[str, Any]:
+    with group(ctx):
+        model = One()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrapped = wrap(kind, model, optimizer, gradient_as_bucket_view=as_view)
+        found: dict[str, Any] = {}
+
+        def accumulated(local: int) -> float | None:
+            optimizer.zero_grad()
+            with wrapped.run.no_sync():
+                for _ in range(local):
+                    backward(wrapped, ctx)
+            backward(wrapped, ctx)
+            return grad(model.a.weight)
+
+        found["3 micro-steps"] = accumulated(2)
+
+        def interrupted() -> None:
+            with wrapped.run.no_sync():
+                backward(wrapped, ctx)
+                raise KeyError("in no_sync")
+
+        found["error"] = caught(interrupted)[0]
+        found["after the error"] = accumulated(0)
+
+        optimizer.zero_grad()
+        with wrapped.run.no_sync():
+            with wrapped.run.no_sync():
+                backward(wrapped, ctx)
+            backward(wrapped, ctx)  # still in the outer one
+            found["nested"] = grad(model.a.weight)
+            found["step inside"] = caught(optimizer.step)[0]
+        backward(wrapped, ctx)
+        found["after nested"] = grad(model.a.weight)
+        optimizer.step()
+        backward(wrapped, ctx)  # not zeroed: adds to what is there, on all ranks alike
+        found["on top"] = grad(model.a.weight)
+        found["weight"] = model.a.weight.item()
+        return found
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_b10_accumulation_sums_and_survives_misuse(
+    pool: RankPool, kind: str, world_size: int, as_view: bool
+) -> None:
+    right = mean(world_size)
+    for rank, found in enumerate(on(pool, world_size, b10, kind, as_view)):
+        assert found["3 micro-steps"] == 3 * right
+        assert found["error"] == "KeyError"
+        assert found["after the error"] == right
+        assert found["nested"] == 2 * (rank + 1)
+        assert found["step inside"] == "UsageError"
+        assert found["after nested"] == 3 * right
+        assert found["on top"] == 4 * right
+        assert found["weight"] == pytest.approx(1 - 0.3 * right, rel=1e-6)
+
+
+def b12(ctx: RankContext, kind: str, as_view: bool) -> dict[str, Any]:
+    with group(ctx):
+        model = One()
+        wrapped = wrap(kind, model, gradient_as_bucket_view=as_view)
+        first, second = wrapped.forward(feed(ctx)).sum(), wrapped.forward(feed(ctx)).sum()
+        first.backward()
+        second.backward()
+        found = {"two forwards": grad(model.a.weight)}
+        model.zero_grad()
+        loss = wrapped.forward(feed(ctx)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found["retain_graph"] = grad(model.a.weight)
+        model.zero_grad()
+        (wrapped.forward(feed(ctx)) + wrapped.forward(feed(ctx))).sum().backward()
+        found["one backward"] = grad(model.a.weight)
+        return found
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_b12_second_backward_is_reduced_too(
+    pool: RankPool, kind: str, world_size: int, as_view: bool
+) -> None:
+    for found in on(pool, world_size, b12, kind, as_view):
+        assert set(found.values()) == {2 * mean(world_size)}, found
+
+
+class Checkpointed(nn.Module):
+    """``w ** times * x``, each factor in a reentrant checkpoint of its own, then a last factor `b`."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.inner = Two()
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = checkpoint(self.inner.a, x, use_reentrant=True)
+        out: torch.Tensor = self.inner.b(x)
+        return out
+
+
+def b15(ctx: RankContext, kind: str, times: int, find_unused: bool) -> list[Any]:
+    with group(ctx):
+        model = Checkpointed(times)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        wrapped = wrap(kind, model, optimizer, find_unused_parameters=find_unused)
+
+        def step() -> None:
+            wrapped.forward(feed(ctx).requires_grad_()).sum().backward()
+            optimizer.step()
+
+        error = caught(step)
+        model.times = 1
+        optimizer.zero_grad()
+        step()
+        return [error, grad(model.inner.a.weight), grad(model.inner.b.weight)]
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world_size", "times"), [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
+def test_b15_reentrant_checkpoint_once_is_right_and_twice_is_a_clear_error(
+    pool: RankPool, kind: str, world_size: int, times: int, find_unused: bool
+) -> None:
+    for (error, text), *grads in on(pool, world_size, b15, kind, times, find_unused):
+        if times == 1:
+            assert (error, text) == ("", "")
+        else:
+            assert error == "UsageError"
+            assert "'inner.a.weight' came twice in one backward" in text
+            assert "use_reentrant=False" in text
+        assert grads == [mean(world_size)] * 2, "the step after an error is right, too"
+
+
+def b17(ctx: RankContext, kind: str, as_view: bool, set_to_none: bool, by_hand: str) -> list[Any]:
+    with group(ctx):
+        model = Two()
+        wrapped = wrap(kind, model, gradient_as_bucket_view=as_view)
+        seen = []
+        for step in range(4):
+            if step and by_hand == "none":
+                model.a.weight.grad = None
+            elif step and by_hand == "detach":
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.detach_()
+            elif step and by_hand == "other":
+                model.a.weight.grad = torch.zeros(1, 1)
+            model.zero_grad(set_to_none=set_to_none)
+            backward(wrapped, ctx)
+            seen.append((grad(model.a.weight), grad(model.b.weight)))
+        return seen
+
+
+@pytest.mark.parametrize("by_hand", ["", "none", "detach", "other"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_b17_zero_grad_in_every_way(
+    pool: RankPool, kind: str, as_view: bool, set_to_none: bool, by_hand: str
+) -> None:
+    for world_size in SIZES if not by_hand else (2,):
+        for seen in on(pool, world_size, b17, kind, as_view, set_to_none, by_hand):
+            assert seen == [(mean(world_size), mean(world_size))] * 4
+
+
+# ---- C. Hooks and wrapping ------------------------------------------------------------------------------
+
+
+def b20(ctx: RankContext, kind: str) -> list[float | None]:
+    with group(ctx):
+        model = Two()
+        wrapped = wrap(kind, model)
+        seen = []
+        for _ in range(2):
+            for _ in range(3):
+                gc.collect()
+            model.zero_grad()
+            backward(wrapped, ctx)
+            seen += [grad(model.a.weight), grad(model.b.weight)]
+        return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", SIZES)
+def test_b20_hooks_outlive_garbage_collection(pool: RankPool, kind: str, world_size: int) -> None:
+    assert on(pool, world_size, b20, kind) == [[mean(world_size)] * 4] * world_size
+
+
+def hook_count(param: torch.Tensor) -> int:
+    return len(param._post_accumulate_grad_hooks or ())
+
+
+def b23(ctx: RankContext, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with group(ctx) as made, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = Two()
+        first = wrap(kind, model)
+        second = wrap(kind, model)
+        backward(second, ctx)
+        found["twice"] = [grad(model.a.weight), hook_count(model.a.weight)]
+        found["first is closed"] = caught(first.run.no_sync)[0]
+        del first, second
+        gc.collect()
+        found["warned"] = [str(w.message) for w in warned if w.category is ResourceWarning]
+        before = made.world.bytes_sent
+        model.zero_grad()
+        model(feed(ctx)).sum().backward()
+        found["plain"] = [grad(model.a.weight), hook_count(model.a.weight), made.world.bytes_sent - before]
+        counts = set()
+        for _ in range(8):
+            again = wrap(kind, model)
+            model.zero_grad()
+            backward(again, ctx)
+            counts.add((grad(model.a.weight), hook_count(model.a.weight), len(model._forward_pre_hooks)))
+        found["again"] = counts
+        again.run.close()
+        return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_b23_wrapping_again_replaces(pool: RankPool, kind: str, world_size: int) -> None:
+    for rank, found in enumerate(on(pool, world_size, b23, kind)):
+        assert found["twice"] == [mean(world_size), 1]
+        assert found["first is closed"] == "ClosedError"
+        assert len(found["warned"]) == 1
+        assert "collected" in found["warned"][0]
+        assert found["plain"] == [rank + 1, 0, 0]
+        assert found["again"] == {(mean(world_size), 1, 1)}
+
+
+# ---- H. World sizes and sub-groups ----------------------------------------------------------------------
+
+
+def algorithms(model: nn.Module) -> dict[str, Callable[[], tuple[torch.optim.Optimizer, Any]]]:
+    def sgd() -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.1)
+
+    def onebit() -> torch.optim.Optimizer:
+        return bagua.optim.OneBitAdam(model.parameters(), 0.1, warmup_steps=1)
+
+    return {
+        "gradient_allreduce": lambda: (sgd(), bagua.GradientAllReduce()),
+        "sum": lambda: (sgd(), bagua.GradientAllReduce(average=False)),
+        "hierarchical": lambda: (sgd(), bagua.GradientAllReduce(hierarchical=True)),
+        "all": lambda: (sgd(), bagua.Decentralized()),
+        "shift_one": lambda: (sgd(), bagua.Decentralized(peers="shift_one")),
+        "onebit_adam": lambda: (onebit(), None),
+    }
+
+
+ALGORITHMS = tuple(algorithms(nn.Identity()))
+
+
+def b64(ctx: RankContext, kind: str, ranks: list[int] | None, name: str) -> dict[str, Any] | None:
+    with group(ctx) as everyone:
+        made = everyone if ranks is None else everyone.new_group(ranks)
+        if made is None:
+            return None
+        model = Two()
+        optimizer, algorithm = algorithms(model)[name]()
+        wrapped = wrap(kind, model, optimizer, algorithm=algorithm, process_group=made)
+        grads = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(wrapped, ctx)
+            grads.append(grad(model.a.weight))
+            optimizer.step()
+        weights = [p.item() for p in model.parameters()]
+        sent = wrapped.run.statistics().bytes_sent
+        wrapped.run.close()
+        return {"grads": grads, "weights": weights, "bytes": sent}
+
+
+def check_b64(name: str, answers: list[Any], feeds: list[int]) -> None:
+    right = sum(feeds) / len(feeds)
+    for rank, found in enumerate(answers):
+        grads, weights = found["grads"], found["weights"]
+        assert weights[0] == weights[1]
+        if len(feeds) == 1:
+            assert found["bytes"] == 0
+        if name in ("all", "shift_one"):
+            assert grads == [feeds[rank]] * 3, "gradients stay each rank's own"
+        elif name == "onebit_adam":
+            assert grads == [right, feeds[rank], feeds[rank]]
+            assert weights[0] == pytest.approx(1 - 0.3, abs=0.2)
+        else:
+            assert grads == [pytest.approx(sum(feeds) if name == "sum" else right, rel=1e-6)] * 3
+            assert weights[0] == pytest.approx(1 - 0.3 * grads[0], rel=1e-5)
+        if name not in ("all", "shift_one"):
+            assert weights == answers[0]["weights"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_b64_every_world_size(pool: RankPool, kind: str, name: str) -> None:
+    for world_size in SIZES:
+        answers = on(pool, world_size, b64, kind, None, name)
+        check_b64(name, answers, list(range(1, world_size + 1)))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_b64_sub_group(pool: RankPool, name: str) -> None:
+    answers = on(pool, 3, b64, "attach", [0, 2], name)
+    assert answers[1] is None
+    check_b64(name, [answers[0], answers[2]], [1, 3])
+
+
+def test_b64_five_ranks() -> None:
+    with RankPool(5) as five:
+        for name in ALGORITHMS:
+            check_b64(name, on(five, 5, b64, "attach", None, name), [1, 2, 3, 4, 5])
