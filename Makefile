@@ -5,7 +5,7 @@ EXTRA  ?=
 RANKS  ?= 2
 ARGS   ?=
 BIN    := .venv/bin
-PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP    := $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 ,      := ,
 
 .PHONY: train test check fix clean FORCE

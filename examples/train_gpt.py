@@ -99,6 +99,7 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch, device: tor
     optimizer.zero_grad()
     loss: Tensor = model(tokens, targets)
     loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.detach()
 

@@ -4,7 +4,7 @@
  * -DFAKE_VERSION=22703    what ncclGetVersion says
  * -DFAKE_BEFORE_228       without ncclAlltoAll, ncclGather, ncclScatter and ncclCommRevoke
  * -DFAKE_WITHOUT_SHRINK   without ncclCommShrink
- * -DFAKE_NOOP             operations return at once and write nothing down (to measure the caller)
+ * -DFAKE_NOOP=1           operations return at once, and nothing is written down (to measure the caller)
  */
 #include <limits.h>
 #include <stdarg.h>
@@ -15,6 +15,9 @@
 
 #ifndef FAKE_VERSION
 #define FAKE_VERSION 23203
+#endif
+#ifndef FAKE_NOOP
+#define FAKE_NOOP 0
 #endif
 
 typedef void* Comm;
@@ -48,6 +51,7 @@ void fake_block(int milliseconds) { block_ms = milliseconds; }
 
 static void record(const char* format, ...) {
   va_list arguments;
+  if (FAKE_NOOP || sizeof calls - calls_used < 4096) return; /* full; no line is longer than that */
   va_start(arguments, format);
   calls_used += (size_t)vsnprintf(calls + calls_used, sizeof calls - calls_used, format, arguments);
   va_end(arguments);
@@ -79,13 +83,9 @@ static int operation(Comm comm) {
   return status;
 }
 
-#ifdef FAKE_NOOP
-#define OPERATION(...) return success
-#else
 #define OPERATION(...) \
   record(__VA_ARGS__); \
-  return operation(comm)
-#endif
+  return FAKE_NOOP ? success : operation(comm)
 #define A(pointer) (unsigned long long)(size_t)(pointer)
 
 /* ── NCCL ── */

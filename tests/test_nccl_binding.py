@@ -20,7 +20,6 @@ from tools import nccl_layouts
 from bagua_rt.backends import _nccl_functions as functions
 from bagua_rt.backends._nccl import Nccl, NcclStatusError
 from bagua_rt.backends._nccl_comm import NcclComm
-from bagua_rt.backends._nccl_library import NcclLibrary
 from bagua_rt.errors import BackendUnavailableError, NcclError, UsageError
 
 TABLE: dict[str, Any] = json.loads(nccl_layouts.TABLE.read_text())
@@ -54,10 +53,6 @@ def real() -> Nccl:
     if header is None:
         pytest.skip("no nvidia-nccl wheel is installed")
     return Nccl(header.parents[1] / "lib" / "libnccl.so.2")
-
-
-def library_of(version: int) -> NcclLibrary:
-    return NcclLibrary(Path("/some/libnccl.so.2"), version, "a test", ctypes.CDLL(None))
 
 
 OPERATIONS: dict[str, tuple[Callable[[NcclComm], bool], str]] = {

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import struct
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +15,12 @@ from tests.fake_nccl import CHILD, COMM, UNIQUE_ID, Fake
 from tools import nccl_layouts
 
 from bagua_rt.backends import _nccl_functions as functions
-from bagua_rt.backends._nccl import Nccl, NcclStatusError
-from bagua_rt.backends._nccl_library import NcclLibrary
+from bagua_rt.backends._nccl import NcclStatusError
 from bagua_rt.errors import ClosedError, CollectiveTimeoutError
 
 TABLE: dict[str, Any] = json.loads(nccl_layouts.TABLE.read_text())
-FLOAT32, BFLOAT16, INT64 = (functions.datatype(name) for name in ("float32", "bfloat16", "int64"))
-SUM, AVG = functions.OPS["sum"], functions.OPS["avg"]
-INVALID_ARGUMENT = functions.STATUS_NAMES.index("ncclInvalidArgument")
-COUNT = 3_000_000_000
+FLOAT32 = functions.datatype("float32")
+SUM = functions.OPS["sum"]
 SEND, RECV, STREAM = 0x7F12_3456_7000, 0x7F98_7654_3000, 0x5555_0000_1110
 
 
@@ -34,28 +29,10 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> Fake:
     return Fake(fake_nccl.build(tmp_path_factory.mktemp("fake")))
 
 
-@pytest.fixture(scope="module")
-def oldest(tmp_path_factory: pytest.TempPathFactory) -> Fake:
-    folder = tmp_path_factory.mktemp("old")
-    return Fake(fake_nccl.build(folder, "FAKE_VERSION=22703", "FAKE_BEFORE_228", "FAKE_WITHOUT_SHRINK"))
-
-
 @pytest.fixture
 def fake(newest: Fake) -> Fake:
     newest.reset()
     return newest
-
-
-@pytest.fixture(scope="module")
-def real() -> Nccl:
-    header = nccl_layouts.installed_header()
-    if header is None:
-        pytest.skip("no nvidia-nccl wheel is installed")
-    return Nccl(header.parents[1] / "lib" / "libnccl.so.2")
-
-
-def library_of(version: int) -> NcclLibrary:
-    return NcclLibrary(Path("/some/libnccl.so.2"), version, "a test", ctypes.CDLL(None))
 
 
 class TestProgress:

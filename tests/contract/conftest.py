@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tests.ranks import rank_pools
 
 pools = pytest.fixture(scope="module")(rank_pools)

@@ -91,10 +91,8 @@ def cache_directory() -> Path:
 def build() -> Built:
     """Builds libcuda.so.1 and libnccl.so.2, or finds them built."""
     sources = [SOURCES / name for name in (*LIBCUDA_SOURCES, *LIBNCCL_SOURCES)]
-    headers = sorted([*SOURCES.glob("*.h"), *(SOURCES / "stubs").glob("*.h")])
     includes = [wheel_include("cuda_runtime", "cuda.h"), wheel_include("nccl", "nccl.h")]
-    wheel_headers = [includes[0] / "cuda.h", includes[1] / "nccl.h"]
-    key = _digest([*sources, *headers, *wheel_headers], repr((CXX_FLAGS, _compiler())))
+    key = _digest([*sources, *_headers(includes)], repr((CXX_FLAGS, _compiler())))
     target = cache_directory() / f"libs-{key}"
     if not target.exists():
         _into_place(target, lambda work: _build_libraries(work, includes))
@@ -173,25 +171,37 @@ def _run(command: Sequence[str], cwd: Path | None = None) -> str:
 
 
 def _build_libraries(work: Path, includes: Sequence[Path]) -> None:
-    # nccl.h wants cuda_runtime.h and cuda_fp16.h: the stubs give it the few types that it uses.
-    flags = [*CXX_FLAGS, f"-I{SOURCES / 'stubs'}", *(f"-I{folder}" for folder in includes)]
-
-    def compile_one(name: str) -> None:
-        _run([_compiler(), *flags, "-c", str(SOURCES / name), "-o", str(work / f"{name}.o")])
+    def link(soname: str, objects: Sequence[Path], *libraries: str) -> None:
+        command = [_compiler(), "-shared", f"-Wl,-soname,{soname}", "-Wl,-Bsymbolic-functions"]
+        command += ["-o", soname, *map(str, objects), "-L.", *libraries, "-lpthread", "-ldl"]
+        _run(command, cwd=work)
 
     with ThreadPoolExecutor(JOBS) as pool:
-        for _ in pool.map(compile_one, (*LIBCUDA_SOURCES, *LIBNCCL_SOURCES)):
-            pass
+        names = (*LIBCUDA_SOURCES, *LIBNCCL_SOURCES)
+        objects = list(pool.map(lambda name: _compiled(SOURCES / name, includes), names))
+    link("libcuda.so.1", objects[: len(LIBCUDA_SOURCES)])
+    link("libnccl.so.2", objects[len(LIBCUDA_SOURCES) :], "-l:libcuda.so.1")
 
-    def link(soname: str, sources: Sequence[str], *libraries: str) -> None:
-        objects = [f"{name}.o" for name in sources]
-        command = [_compiler(), "-shared", f"-Wl,-soname,{soname}", "-o", soname, *objects]
-        _run([*command, "-L.", *libraries, "-lpthread", "-ldl"], cwd=work)
 
-    link("libcuda.so.1", LIBCUDA_SOURCES)
-    link("libnccl.so.2", LIBNCCL_SOURCES, "-l:libcuda.so.1")
-    for file in work.glob("*.o"):
-        file.unlink()
+def _compiled(source: Path, includes: Sequence[Path]) -> Path:
+    """The object file of one source, from the cache if its text and the headers are the same."""
+    # nccl.h wants cuda_runtime.h and cuda_fp16.h: the stubs give it the few types that it uses.
+    folders = [SOURCES / "stubs", *includes]
+    flags = [*CXX_FLAGS, *(f"-I{folder}" for folder in folders)]
+    key = _digest([source, *_headers(includes)], repr((CXX_FLAGS, _compiler())))
+    target = cache_directory() / "objects" / f"{source.stem}-{key}.o"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}")
+        _run([_compiler(), *flags, "-c", str(source), "-o", str(partial)])
+        partial.rename(target)
+    return target
+
+
+def _headers(includes: Sequence[Path]) -> list[Path]:
+    own = sorted([*SOURCES.glob("*.h"), *(SOURCES / "stubs").glob("*.h")])
+    own.remove(SOURCES / "cuda_shim.h")  # for kernels only
+    return [*own, includes[0] / "cuda.h", includes[1] / "nccl.h"]
 
 
 def host_source(preprocessed: str) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Builds the emulator once, before any of its tests (whose timeouts do not count it)."""
+"""Builds the emulator once, before any of its tests (whose timeouts leave fixtures out)."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import itertools
 import os
+import secrets
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ __all__ = [
     "reports",
     "reset",
     "run_on_stream",
+    "unique_id",
     "unknown_functions",
 ]
 
@@ -125,6 +127,11 @@ def environment(
         else:
             env[name] = str(value)
     return env
+
+
+def unique_id() -> bytes:
+    """An ncclUniqueId as the emulated ncclGetUniqueId makes it, for a process without a library."""
+    return b"EMUNCCL\0" + secrets.token_hex(8).encode() + bytes(128 - 24)
 
 
 def preload(env: Mapping[str, str] | None = None) -> None:

@@ -24,7 +24,7 @@ from .native import (
     launch_parameters,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(60, func_only=True)
 ON_KERNELS: dict[str, Any] = {"kernels": [KERNELS], "quiet": True}
 
 

@@ -15,7 +15,7 @@ from . import emulator
 from .helpers import KERNELS, on_emulator
 from .native import SUM, Cuda, Nccl
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(60, func_only=True)
 
 STREAMS, EVENTS, BLOCKS, BLOCK_BYTES = 4, 3, 6, 256
 

@@ -57,7 +57,7 @@ class Context:
         device: Streams and events.
         kernels: Fused operations on buckets.
         optimizers: The optimizers given to attach.
-        names: Each parameter's name.
+        names: The name of each attached parameter, frozen ones too.
     """
 
     communicators: Communicators

@@ -57,15 +57,6 @@ class OneBitAdamAlgorithm(Algorithm):
                 expected="one bagua_rt.optim.OneBitAdam among the optimizers",
                 got=", ".join(type(opt).__name__ for opt in context.optimizers) or "no optimizer",
             )
-        held = {id(param) for group in paired[0].param_groups for param in group["params"]}
-        for param, name in context.names.items():
-            if id(param) not in held or not param.is_floating_point():
-                raise UsageError(
-                    f"onebit_adam can't carry the parameter {name!r}",
-                    expected="real floating-point parameters, all of them in the OneBitAdam optimizer",
-                    got=f"{param.dtype}, {'in' if id(param) in held else 'not in'} the optimizer",
-                    fix="add it to the optimizer, freeze it, or name it in ignore",
-                )
         return _State(context, paired[0])
 
 
@@ -88,12 +79,24 @@ class _State(AlgorithmState):
         self.launch_on = LaunchOn.STEP_PRE if compresses else LaunchOn.GRADIENT_READY
         self.scale = 1.0 if compresses else 1.0 / self.context.world_size
         self._buckets = tuple(buckets)
+        self._refuse_foreign_parameters()
         world = self.context.world
         self._compression = {
             b.index: SignCompression(b.flat, b.plan.numel, world)
             for b in buckets
             if compresses and world.world_size > 1
         }
+
+    def _refuse_foreign_parameters(self) -> None:
+        held = {id(param) for group in self._optimizer.param_groups for param in group["params"]}
+        for param in (param for bucket in self._buckets for param in bucket.params):
+            if id(param) not in held or not param.is_floating_point():
+                raise UsageError(
+                    f"onebit_adam can't carry the parameter {self.context.names[param]!r}",
+                    expected="real floating-point parameters, all of them in the OneBitAdam optimizer",
+                    got=f"{param.dtype}, {'in' if id(param) in held else 'not in'} the optimizer",
+                    fix="add it to the optimizer, freeze it, or name it in ignore",
+                )
 
     def stage(self, bucket: Bucket, present: Sequence[int]) -> None:
         if self.launch_on is LaunchOn.GRADIENT_READY:

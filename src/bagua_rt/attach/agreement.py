@@ -20,8 +20,7 @@ Line = tuple[str, str]
 def describe(named: NamedTensors, settings: Mapping[str, object]) -> list[Line]:
     """Everything that ranks must have in common, in the order in which differences are worth telling."""
     lines: list[Line] = []
-    for group in (named.trainable, named.frozen):
-        lines += [(f"parameter {name!r}", _tensor(param)) for name, param in group.items()]
+    lines += [(f"parameter {name!r}", _tensor(param)) for name, param in named.parameters.items()]
     lines += [(f"buffer {name!r}", _tensor(buffer)) for name, buffer in named.buffers.items()]
     lines.append(("the ignored names", ", ".join(named.ignored) or "none"))
     lines += [(f"the setting {key}", str(value)) for key, value in settings.items()]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from bagua_rt.attach.engine import Engine, Options
 from bagua_rt.attach.hooks import Hooks, attachment_of
 from bagua_rt.attach.names import NamedTensors, name_tensors
 from bagua_rt.attach.resources import Resources
+from bagua_rt.attach.watch import ParameterWatch
 from bagua_rt.bucket import ParameterSpec
 from bagua_rt.config import RuntimeConfig
 from bagua_rt.errors import UsageError
@@ -25,7 +27,8 @@ from bagua_rt.process_group import ProcessGroup, default_group
 from bagua_rt.replicate import replicate_optimizers, replicate_tensors
 
 _MIB = 1024 * 1024
-_numbers = itertools.count()
+# Of each group: what a process did in other groups must not make its names differ from other ranks'.
+_numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def attach(
@@ -87,7 +90,7 @@ def attach(
     replaced = attachment_of(model)
     if isinstance(replaced, Attachment):
         replaced.detach(orderly=True)
-    name = name or f"model{next(_numbers)}"
+    name = name or f"model{next(_numbers.setdefault(group, itertools.count()))}"
     options = Options(
         cap_bytes=int(bucket_cap_mb * _MIB),
         first_cap_bytes=int(first_bucket_mb * _MIB),
@@ -99,15 +102,16 @@ def attach(
     try:
         settings = {"algorithm": algorithm, "broadcast_buffers": broadcast_buffers, "options": options}
         agree_on(describe(named, settings), resources.control)
-        attachment = _make(named, given, algorithm, resources, options, broadcast_buffers)
+        attachment = _make(model, named, given, algorithm, resources, options, broadcast_buffers)
     except BaseException:
         resources.close()
         raise
-    _install(model, named, given, attachment)
+    _install(model, given, attachment)
     return Attached(attachment, name)
 
 
 def _make(
+    model: nn.Module,
     named: NamedTensors,
     optimizers: tuple[torch.optim.Optimizer, ...],
     algorithm: Algorithm,
@@ -116,9 +120,9 @@ def _make(
     broadcast_buffers: bool,
 ) -> Attachment:
     group, world = resources.group, resources.communicators.world
-    tensors = {**named.trainable, **named.frozen, **named.buffers}
+    tensors = {**named.parameters, **named.buffers}
     replicate_tensors(list(tensors.values()), world, group.backend.device)
-    names: dict[torch.Tensor, str] = {param: name for name, param in named.trainable.items()}
+    names: dict[torch.Tensor, str] = {param: name for name, param in named.parameters.items()}
     replicate_optimizers(optimizers, world, group.backend.device, resources.control, names=names)
     context = Context(
         communicators=resources.communicators,
@@ -129,7 +133,10 @@ def _make(
     )
     state = algorithm.bind(context)
     try:
-        engine = Engine(named.trainable, context, state, resources.pipeline, resources.control, options)
+        watch = ParameterWatch(model, named.parameters, named.ignored)
+        engine = Engine(
+            named.parameters, watch, context, state, resources.pipeline, resources.control, options
+        )
     except BaseException:
         state.close()
         raise
@@ -139,12 +146,12 @@ def _make(
 
 def _install(
     model: nn.Module,
-    named: NamedTensors,
     optimizers: Iterable[torch.optim.Optimizer],
     attachment: Attachment,
 ) -> None:
     hooks, engine = attachment.hooks, attachment.engine
-    hooks.install_on_parameters(named.trainable.values(), engine)
+    engine.on_new_parameters = lambda indices: hooks.install_on_parameters(indices, engine)
+    hooks.install_on_parameters(engine.plan.order, engine)
     hooks.install_on_module(model, attachment.before_forward)
     for optimizer in optimizers:
         hooks.install_on_optimizer(optimizer, engine)
@@ -207,9 +214,9 @@ def _check_arguments(
 
 
 def _check_tensors(named: NamedTensors, group: ProcessGroup) -> None:
-    for name, param in named.trainable.items():
+    for name, param in named.parameters.items():
         ParameterSpec.of(name, param)
-    for name, tensor in {**named.trainable, **named.frozen, **named.buffers}.items():
+    for name, tensor in {**named.parameters, **named.buffers}.items():
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
                 f"{name!r} is not initialised yet",

@@ -217,7 +217,7 @@ class Attached:
             "algorithm": attachment.algorithm.name,
             "world_size": attachment.context.world_size,
             "generations": engine.generations,
-            "order": [engine.names[i] for i in engine.order] if engine.has_real_order else None,
+            "order": [engine.names[i] for i in engine.plan.order] if engine.has_real_order else None,
             "state": engine.state.state_dict(),
         }
 
@@ -236,7 +236,7 @@ class Attached:
             )
         engine.settle()
         if state["order"] is not None:
-            engine.use_order(_indices(engine.names, state["order"]))
+            engine.use_order(_indices(engine, state["order"]))
         engine.generations = int(state["generations"])
         if state["world_size"] == self._attachment.context.world_size:
             engine.load_algorithm_state(state["state"])
@@ -263,12 +263,13 @@ class Attached:
         self._attachment.detach(orderly=exc[0] is None)
 
 
-def _indices(names: Sequence[str], order: Sequence[str]) -> list[int]:
-    index_of = {name: i for i, name in enumerate(names)}
-    if sorted(order) != sorted(names):
+def _indices(engine: Engine, order: Sequence[str]) -> list[int]:
+    index_of = {name: i for i, name in enumerate(engine.names)}
+    present = [engine.names[i] for i in engine.plan.order]
+    if sorted(order) != sorted(present):
         raise UsageError(
-            "this checkpoint belongs to another model",
-            expected=f"the parameters {', '.join(names[:5])} …",
+            "this checkpoint belongs to another model, or to one with other parameters frozen",
+            expected=f"the parameters {', '.join(present[:5])} …",
             got=f"{', '.join(order[:5])} …",
         )
     return [index_of[name] for name in order]

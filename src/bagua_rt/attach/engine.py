@@ -8,7 +8,7 @@ buckets hold what, and which operations run on them, the algorithm's state decid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +21,11 @@ from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
 from bagua_rt.attach import verdict
 from bagua_rt.attach.backward import EndOfBackward, is_running
 from bagua_rt.attach.gradients import Gradients
-from bagua_rt.bucket import Bucket, ParameterSpec, plan_buckets, plan_digest
+from bagua_rt.attach.plan import Plan
+from bagua_rt.attach.watch import ParameterWatch
+from bagua_rt.bucket import Bucket
 from bagua_rt.control import Control, LedgerEntry, LedgerResult, PendingMax, pack, unpack
-from bagua_rt.errors import BaguaError, InternalError, LayoutMismatchError, UsageError
+from bagua_rt.errors import BaguaError, InternalError, UsageError
 from bagua_rt.scheduler import Pipeline
 
 
@@ -68,8 +70,11 @@ class Generation:
 class Engine:
     """Drives the generations of one attachment. Everything runs on the training thread.
 
+    `on_new_parameters` is told of parameters that take part for the first time.
+
     Args:
-        params: The trainable parameters by name, in registration order.
+        params: The parameters by name, frozen ones too, in registration order.
+        watch: Tells which of them take part.
         context: What the algorithm may use.
         state: The algorithm's state.
         pipeline: Launches and waits.
@@ -80,6 +85,7 @@ class Engine:
     def __init__(
         self,
         params: dict[str, nn.Parameter],
+        watch: ParameterWatch,
         context: Context,
         state: AlgorithmState,
         pipeline: Pipeline,
@@ -88,7 +94,8 @@ class Engine:
     ) -> None:
         self.names = list(params)
         self.params = list(params.values())
-        self._specs = [ParameterSpec.of(name, param) for name, param in params.items()]
+        self.on_new_parameters: Callable[[Sequence[int]], None] | None = None
+        self._watch = watch
         self._context = context
         self.state = state
         self.pipeline = pipeline
@@ -96,84 +103,76 @@ class Engine:
         self._options = options
         self.generations = 0
         self.is_synchronised = True
-        self.buckets: tuple[Bucket, ...] = ()
-        self.order = list(reversed(range(len(params))))
         self.has_real_order = False
         self._generation: Generation | None = None
         self._unsynchronised: set[int] = set()
         self._stage = state.stage_wanted()
         self._step_is_due = False
         self._step_error: BaguaError | None = None
-        self._ready_order = self.order
-        self.install(self.order)
+        self.plan = self._planned(list(reversed(watch.trainable())))
+        self._ready_order = self.plan.order
+        self._install()
 
     # ---- plan -------------------------------------------------------------------------------------------
 
-    def install(self, order: Sequence[int]) -> None:
-        """Plan the buckets for gradients that come in `order`, and agree on the plan with all ranks.
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets, in launch order."""
+        return self.plan.buckets
 
-        Raises:
-            LayoutMismatchError: the ranks' plans differ.
-        """
-        self.release_gradients()
-        self.order = list(order)
-        plans = plan_buckets(
-            [self._specs[i] for i in self.order],
+    def _planned(self, order: Sequence[int]) -> Plan:
+        return Plan(
+            self.names,
+            self.params,
+            order,
             cap_bytes=self._options.cap_bytes,
             first_cap_bytes=self._options.first_cap_bytes,
             alignment=self.state.alignment(),
             lanes=len(self._context.communicators.lanes),
         )
-        index_of = {name: i for i, name in enumerate(self.names)}
-        members = [[index_of[name] for name in plan.names] for plan in plans]
-        self.buckets = tuple(
-            Bucket(plan, [self.params[i] for i in indices])
-            for plan, indices in zip(plans, members, strict=True)
-        )
-        self._members = members
-        self._bucket_of = [0] * len(self.params)
-        for bucket, indices in enumerate(members):
-            for i in indices:
-                self._bucket_of[i] = bucket
-        self._digest = plan_digest(plans)
-        if len(set(self._control.agree("bucket plan", self._digest))) > 1:
-            raise LayoutMismatchError("the ranks planned different buckets", fix="please report this")
-        self._gradients = Gradients(self.buckets, self._members, self._context, self._options)
+
+    def _install(self) -> None:
+        self._gradients = Gradients(self.plan, self._context, self._options)
         self.state.setup(self.buckets)
         self.pipeline.install(self.state, self.buckets)
+
+    def replan(self, order: Sequence[int]) -> None:
+        """Plan anew for gradients that come in `order`; what the algorithm remembers goes along.
+
+        Every rank plans for itself; the ledger of the generation compares the plans.
+        """
+        saved = self.state.state_dict()
+        self.plan.release_gradients()
+        self.plan = self._planned(order)
+        self._install()
+        self.state.load_state_dict(saved)
 
     def replace_state(self, state: AlgorithmState) -> None:
         """Go on with another algorithm's state, on buckets of its own. No weights are moved."""
         self.settle()
         self.state.close()
         self.state = state
-        self._stage = state.stage_wanted()
         self._step_is_due = False
-        self.install(self.order)
+        self._enter_stage()
+
+    def _enter_stage(self) -> None:
+        self._stage = self.state.stage_wanted()
+        self.plan.release_gradients()
+        self.plan = self._planned(self.plan.order)
+        self._install()
 
     def load_algorithm_state(self, state: Mapping[str, Any]) -> None:
         """Take up the algorithm's part of a checkpoint, in the stage that it was saved in."""
         self.state.load_state_dict(state)
-        stage = self.state.stage_wanted()
-        if stage != self._stage:
-            self._stage = stage
-            self.install(self.order)
+        if self.state.stage_wanted() != self._stage:
+            self._enter_stage()
             self.state.load_state_dict(state)
 
-    def release_gradients(self) -> None:
-        """Give every parameter whose gradient lives in a bucket a gradient of its own."""
-        for bucket in self.buckets:
-            for param in bucket.params:
-                if param.grad is not None and bucket.holds(param.grad):
-                    param.grad = param.grad.clone()
-
     def use_order(self, order: Sequence[int]) -> None:
-        """Plan anew for gradients that come in `order`, which is the same on every rank; once."""
-        saved = self.state.state_dict()
+        """Plan by a ready order that is known, and the same on every rank."""
         self.has_real_order = True
-        if list(order) != self.order:
-            self.install(order)
-            self.state.load_state_dict(saved)
+        if tuple(order) != self.plan.order:
+            self.replan(order)
 
     def _adopt_ready_order(self) -> None:
         """Plan by the order in which rank 0's gradients really became ready in the first generation."""
@@ -182,6 +181,23 @@ class Engine:
         mine = np.asarray(self._ready_order, dtype=np.int32).tobytes()
         theirs = self._control.broadcast(mine if self._control.rank == 0 else None)
         self.use_order(np.frombuffer(theirs, dtype=np.int32).tolist())
+
+    def _follow_the_model(self) -> None:
+        """Parameters may have been frozen, unfrozen or tied since; anything else is an error on all ranks."""
+        if not self._watch.has_changed():
+            return
+        try:
+            trainable = self._watch.trainable()
+        except UsageError as error:
+            self.pipeline.fail(error)
+            raise
+        before = set(self.plan.order)
+        new = [i for i in trainable if i not in before]
+        now = set(trainable)
+        if new or len(now) != len(before):
+            if self.on_new_parameters is not None:
+                self.on_new_parameters(new)
+            self.replan([i for i in self.plan.order if i in now] + list(reversed(new)))
 
     # ---- a generation -----------------------------------------------------------------------------------
 
@@ -204,9 +220,15 @@ class Engine:
                 got="a second one, as reentrant activation checkpoints give for a parameter used twice",
                 fix="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             )
+        bucket = self.plan.bucket_of[index]
+        if bucket < 0:
+            raise UsageError(
+                f"{self.names[index]!r} got a gradient, but it was frozen when the backward began",
+                expected="requires_grad to change between steps",
+                fix="unfreeze it before the model's forward, on every rank",
+            )
         generation.seen[index] = True
         generation.order.append(index)
-        bucket = self._bucket_of[index]
         generation.pending[bucket] -= 1
         if (
             not generation.pending[bucket]
@@ -217,11 +239,10 @@ class Engine:
 
     def _open(self) -> Generation:
         self.settle()
+        self._follow_the_model()
         self._adopt_ready_order()
-        stage = self.state.stage_wanted()
-        if stage != self._stage:
-            self._stage = stage
-            self.install(self.order)
+        if self.state.stage_wanted() != self._stage:
+            self._enter_stage()
         self._step_error = None
         self._step_is_due = False
         communicates = self.state.begin_generation(self.generations)
@@ -258,7 +279,8 @@ class Engine:
         if launches:
             self.pipeline.wait(lambda: self._look_into(ledger))
         result = self._read(ledger)
-        self._ready_order = generation.order + [i for i in self.order if not generation.seen[i]]
+        unseen = (i for i in self.plan.order if not generation.seen[i])
+        self._ready_order = (*generation.order, *unseen)
         self._close_generation()
         self._judge(result, missing, generation)
         unused = frozenset(result.missing_everywhere)
@@ -271,12 +293,12 @@ class Engine:
         self.state.after_backward(frozenset(self.params[i] for i in unused))
 
     def _missing(self, generation: Generation) -> list[bool]:
-        if self.state.source == "weight":
-            return [False] * len(self.params)
-        return [
-            not seen and not (i in self._unsynchronised and self.params[i].grad is not None)
-            for i, seen in enumerate(generation.seen)
-        ]
+        missing = [False] * len(self.params)
+        if self.state.source == "gradient":
+            for i in self.plan.order:
+                accumulated = i in self._unsynchronised and self.params[i].grad is not None
+                missing[i] = not generation.seen[i] and not accumulated
+        return missing
 
     def _entry(
         self, missing: Sequence[bool], *, nonfinite: bool = False, aborted: bool = False
@@ -284,7 +306,7 @@ class Engine:
         return LedgerEntry(
             generation=self.generations,
             stage=self._stage,
-            plan_digest=self._digest,
+            plan_digest=self.plan.digest,
             missing=missing,
             aborted=aborted,
             nonfinite=nonfinite,
@@ -359,6 +381,8 @@ class Engine:
         """The attached module's own forward is about to run, outside of a backward."""
         self.pipeline.raise_failure()
         self.give_up_lost_backward()
+        if not self.pipeline.is_open and self._generation is None:
+            self._follow_the_model()
         if (
             self.is_synchronised
             and training
@@ -433,5 +457,5 @@ class Engine:
                 self.give_up_lost_backward()
                 self.settle()
         finally:
-            self.release_gradients()
+            self.plan.release_gradients()
             self.state.close()

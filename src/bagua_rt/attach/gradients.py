@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
+from bagua_rt.attach.plan import Plan
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
 
@@ -20,21 +21,19 @@ class Gradients:
     """Moves gradients between parameters and buckets.
 
     Args:
-        buckets: The buckets.
-        members: For each bucket, the indices of its parameters.
+        plan: The buckets and their members.
         context: Kernels and device.
         options: ``gradient_as_bucket_view`` and ``check``.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
-        members: Sequence[Sequence[int]],
+        plan: Plan,
         context: Context,
         options: Options,
     ) -> None:
-        self._buckets = buckets
-        self._members = members
+        self._buckets = plan.buckets
+        self._members = plan.members
         self._context = context
         self._as_view = options.gradient_as_bucket_view
         self._check = options.check

@@ -67,10 +67,15 @@ class Hooks:
         self._removables: list[_Removable] = []
         self._paired: list[PairedOptimizer] = []
         self._marked: list[nn.Module] = []
+        self._hooked: set[int] = set()
 
-    def install_on_parameters(self, params: Iterable[nn.Parameter], engine: Engine) -> None:
+    def install_on_parameters(self, indices: Iterable[int], engine: Engine) -> None:
         """Tell `engine` of every accumulated gradient. The hook lives as long as the parameter."""
-        for index, param in enumerate(params):
+        for index in indices:
+            if index in self._hooked:
+                continue
+            self._hooked.add(index)
+            param = engine.params[index]
             hook = Hook(lambda _, index=index: engine.on_gradient(index))
             self._removables.append(param.register_post_accumulate_grad_hook(hook))
 

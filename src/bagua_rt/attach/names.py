@@ -16,18 +16,21 @@ class NamedTensors:
     """What of a model takes part.
 
     Attributes:
-        trainable: Parameters that require gradients, by name, in registration order.
-        frozen: Parameters that don't, by name.
+        parameters: Parameters by name, in registration order, frozen ones too.
         buffers: Buffers, by name.
         buffer_places: For each of them, the module that has it and its key there.
         ignored: Names that were left out.
     """
 
-    trainable: dict[str, nn.Parameter]
-    frozen: dict[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     buffer_places: tuple[tuple[nn.Module, str], ...]
     ignored: tuple[str, ...]
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Parameters that require gradients."""
+        return {name: param for name, param in self.parameters.items() if param.requires_grad}
 
 
 def name_tensors(model: nn.Module, ignore: Iterable[str] = ()) -> NamedTensors:
@@ -63,8 +66,7 @@ def name_tensors(model: nn.Module, ignore: Iterable[str] = ()) -> NamedTensors:
         if id(buffer) not in ignored_ids:
             first_buffer.setdefault(id(buffer), (name, buffer))
     return NamedTensors(
-        trainable={name: param for name, param in first.values() if param.requires_grad},
-        frozen={name: param for name, param in first.values() if not param.requires_grad},
+        parameters=dict(first.values()),
         buffers=dict(first_buffer.values()),
         buffer_places=tuple(_place(model, name) for name, _ in first_buffer.values()),
         ignored=tuple(sorted(left_out)),

@@ -4,7 +4,7 @@ One byte an element, and a minimum and maximum for every 2,048. The wire format 
 written down in ``kernels/README.md``; each operation here rounds where the kernel's does.
 
 [Note: blocks in the cache]
-    The work goes through blocks of 128 chunks (1 MB of float32), so that the five passes over a block read
+    The work goes through blocks of 64 chunks (512 KiB of float32), so that the five passes over a block read
     it from the processor's cache. The scratch is a block or two, whatever the tensors' size.
 """
 
@@ -20,7 +20,7 @@ from bagua_rt.errors import LayoutMismatchError, UsageError
 CHUNK = 2048
 VERSION = 1
 _ROW_HEADER = 16
-_BLOCK = 128  # chunks: [Note: blocks in the cache]
+_BLOCK = 64  # chunks: [Note: blocks in the cache]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -217,12 +217,14 @@ def _encode_block(
         block = torch.sub(block, grid.origin, out=scratch)
     # x / inf = 0: the code of a constant chunk.
     torch.div(block, torch.where(grid.step > 0, grid.step, torch.inf), out=scratch)
-    scratch.round_().sub_(grid.shift)
+    # To int8 first, 128 lower: torch turns float32 into uint8 at a quarter of that speed.
+    scratch.round_().sub_(grid.shift + 128)
     if grid.has_origin:
-        scratch.clamp_(0, 255)  # through zero, monotone rounding keeps the codes in 0 … 255
+        scratch.clamp_(-128, 127)  # through zero, monotone rounding keeps the codes in 0 … 255
     if not all_finite:
-        scratch.masked_fill_(~finite, 0)
-    codes.copy_(scratch.view(-1)[:size])
+        scratch.masked_fill_(~finite, -128)
+    codes.view(torch.int8).copy_(scratch.view(-1)[:size])
+    codes.bitwise_xor_(128)
 
 
 def _write_headers(row: torch.Tensor, headers: torch.Tensor, valid: int) -> None:

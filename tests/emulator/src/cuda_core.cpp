@@ -51,6 +51,7 @@ void finish(const RecordPtr& record) {
 void worker(CUstream stream) {
     pthread_setname_np(pthread_self(), ("emustream" + std::to_string(stream->index)).c_str());
     record_context = stream->context;
+    context_stack() = {stream->context};  // for callbacks that call the driver
     Lock lock(global_mutex);
     for (;;) {
         stream->wake.wait(lock, [&] { return !stream->queue.empty() || stream->closing; });

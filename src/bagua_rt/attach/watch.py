@@ -1,0 +1,81 @@
+"""Noticing that a model's parameters are no longer what was attached.
+
+Freezing, unfreezing and tying change which parameters take part; the plan follows. A parameter that was
+replaced, cast or moved, and one that was added, would train unsynchronised; that is an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bagua_rt.errors import UsageError
+
+
+class ParameterWatch:
+    """Compares a model with what it was when it was attached, cheaply enough for every forward.
+
+    Args:
+        model: The model.
+        params: What was attached, trainable and frozen, by name.
+        ignored: Names that were left out.
+    """
+
+    def __init__(self, model: nn.Module, params: dict[str, nn.Parameter], ignored: tuple[str, ...]) -> None:
+        self._model = model
+        self._name_of = {id(param): name for name, param in params.items()}
+        self._params = list(params.values())
+        self._kinds = [(param.dtype, param.device) for param in self._params]
+        self._ignored = frozenset(ignored)
+        self._remember()
+
+    def _remember(self) -> None:
+        self._flags = [param.requires_grad for param in self._params]
+        self._tables = [
+            (module._parameters, tuple(module._parameters.values()), module._modules, len(module._modules))
+            for module in self._model.modules()
+        ]
+
+    def has_changed(self) -> bool:
+        """Is anything different from when this was last asked?"""
+        for table, values, modules, module_count in self._tables:
+            if len(table) != len(values) or len(modules) != module_count:
+                return True
+            if any(now is not before for now, before in zip(table.values(), values, strict=True)):
+                return True
+        return any(
+            param.requires_grad is not flag or param.dtype is not dtype or param.device != device
+            for param, flag, (dtype, device) in zip(self._params, self._flags, self._kinds, strict=True)
+        )
+
+    def trainable(self) -> list[int]:
+        """Indices of the attached parameters that take part from now on.
+
+        Raises:
+            UsageError: a parameter was replaced, cast, moved or added; names it.
+        """
+        present: set[int] = set()
+        for name, param in self._model.named_parameters(remove_duplicate=False):
+            if name in self._ignored:
+                continue
+            if id(param) not in self._name_of and param.requires_grad:
+                raise UsageError(
+                    f"the parameter {name!r} was replaced or added after attach()",
+                    expected="the parameters that were attached",
+                    got="another parameter, which no other rank knows of",
+                    fix="close() the attachment and attach() again, on every rank",
+                )
+            present.add(id(param))
+        for param, (dtype, device) in zip(self._params, self._kinds, strict=True):
+            self._refuse_other_kind(param, dtype, device)
+        self._remember()
+        return [i for i, param in enumerate(self._params) if id(param) in present and param.requires_grad]
+
+    def _refuse_other_kind(self, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
+        if param.dtype is not dtype or param.device != device:
+            raise UsageError(
+                f"the parameter {self._name_of[id(param)]!r} was cast or moved after attach()",
+                expected=f"{dtype} on {device}, as it was attached",
+                got=f"{param.dtype} on {param.device}",
+                fix="cast or move the model first, then attach() it",
+            )

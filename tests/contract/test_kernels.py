@@ -1,0 +1,122 @@
+"""The fused bucket operations against plain formulas, in every dtype, on the compute stream and on a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tests.contract.world import World, poisoned, same_bits, world
+from tests.ranks import RankContext, RankPool
+
+from bagua_rt.backend import Stream
+
+Pools = Callable[[int], RankPool]
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def copies(ctx: RankContext, backend: str) -> None:
+    with world(ctx, backend) as w:
+        for stream in (w.device.compute_stream(), w.lanes[1]):
+            for dtype in FLOATS:
+                for scale in (1.0, 0.5, 1 / 3):
+                    copy_case(w, stream, dtype, scale)
+
+
+def copy_case(w: World, stream, dtype: torch.dtype, scale: float) -> None:  # type: ignore[no-untyped-def]
+    dev = w.device.torch_device
+    shapes = [(3,), (), (0,), (200, 100), (4, 5), (1,)]
+    tensors = [torch.randn(s, device=dev).to(dtype) for s in shapes]
+    tensors[4] = torch.randn(5, 4, device=dev).to(dtype).t()  # a gradient with strides of its own
+    numels = [t.numel() for t in tensors]
+    flat = poisoned(tensors[0], sum(numels) + 1)
+    views = [part.view(s) for part, s in zip(flat[1:].split(numels), shapes, strict=True)]
+    views[5].fill_(2.0)
+    tensors[5] = views[5]  # already in place: scaled where it is
+    w.backend.kernels.copy_in(tensors, views, scale, stream)
+    w.device.synchronize(w.device.record(stream))
+    for t, view in zip(tensors[:5], views[:5], strict=True):
+        torch.testing.assert_close(view, (t.double() * scale).to(dtype))
+    assert views[5].item() == (torch.tensor([2.0]).to(dtype) * scale).item()
+    outs = [torch.zeros_like(t) for t in tensors]
+    w.backend.kernels.copy_out(views, outs, stream)
+    w.device.synchronize(w.device.record(stream))
+    assert all(torch.equal(o, v) for o, v in zip(outs, views, strict=True))
+    wide = [torch.zeros(s, device=dev) for s in shapes]
+    w.backend.kernels.copy_out(views, wide, stream)
+    w.backend.kernels.copy_in([t.float() for t in tensors], views, 1.0, stream)
+    w.device.synchronize(w.device.record(stream))
+    assert all(torch.equal(o, v.float()) for o, v in zip(wide, outs, strict=True))
+
+
+def reference(u: np.ndarray, valid: int) -> tuple[np.ndarray, np.ndarray, np.float64]:
+    scale = np.abs(u[:valid]).mean() if valid else np.float64(0)
+    signs = np.where(u >= 0, 1.0, -1.0)
+    rest = u - scale * signs
+    rest[valid:] = 0
+    return np.packbits(u >= 0, bitorder="little"), rest, scale
+
+
+SHAPES = ((3, 64, 192, 0), (2, 128, 150, 0), (2, 8, 13, 8), (1, 8, 3, 8))  # rows, columns, numel, first
+
+
+def signs(ctx: RankContext, backend: str) -> None:
+    with world(ctx, backend) as w:
+        torch.manual_seed(5)
+        for stream in (w.device.compute_stream(), w.lanes[0]):
+            for dtype in FLOATS:
+                for shape in SHAPES:
+                    for error_dtype in {dtype, torch.float32}:
+                        wire = encode_case(w, shape, dtype, error_dtype, stream)
+                        decode_case(w, wire, shape[1], dtype, stream)
+
+
+def encode_case(
+    w: World, shape: tuple[int, int, int, int], dtype: torch.dtype, error_dtype: torch.dtype, stream: Stream
+) -> torch.Tensor:
+    (rows, columns, numel, first), dev = shape, w.device.torch_device
+    values = torch.randn(rows, columns, device=dev).to(dtype)
+    error = torch.randn(rows, columns, device=dev).to(error_dtype)
+    values.view(-1)[max(numel - first, 0) :] = 0
+    error.view(-1)[max(numel - first, 0) :] = 0
+    values[0, 0] = error[0, 0] = 0  # zero counts as positive
+    u, kept = (values.double() + error.double()).cpu().numpy(), values.clone()
+    wire = torch.full((rows, 8 + columns // 8), 255, dtype=torch.uint8, device=dev)
+    w.backend.kernels.sign_encode(values, error, numel, first, wire, stream)
+    w.device.synchronize(w.device.record(stream))
+    assert same_bits(values, kept)
+    exact = {error_dtype, dtype} <= {torch.float32, torch.float64}
+    tolerance = 1e-6 if exact else 2e-2 if torch.bfloat16 in (error_dtype, dtype) else 2e-3
+    for r in range(rows):
+        valid = min(max(numel - first - r * columns, 0), columns)
+        bits, rest, scale = reference(u[r], valid)
+        row = wire[r].cpu().numpy()
+        np.testing.assert_allclose(row[:4].view(np.float32)[0], scale, rtol=1e-6)
+        assert (row[4:8] == 0).all()
+        assert (row[8:] == bits).all()
+        np.testing.assert_allclose(error[r].double().cpu().numpy(), rest, rtol=tolerance, atol=tolerance)
+        assert (error[r, valid:] == 0).all()
+    return wire
+
+
+def decode_case(w: World, wire: torch.Tensor, columns: int, dtype: torch.dtype, stream: Stream) -> None:
+    raw = wire.cpu().numpy()
+    scales = raw[:, :4].copy().view(np.float32).astype(np.float64)
+    values = scales * (2.0 * np.unpackbits(raw[:, 8:], axis=1, bitorder="little") - 1)
+    like = torch.zeros(1, dtype=dtype, device=wire.device)
+    rows = len(values)
+    out, mean = poisoned(like, rows * columns).view(rows, columns), poisoned(like, columns)
+    w.backend.kernels.sign_decode(wire, out, stream)
+    w.backend.kernels.sign_decode_mean(wire, mean, stream)
+    w.device.synchronize(w.device.record(stream))
+    torch.testing.assert_close(out.cpu(), torch.from_numpy(values).to(dtype))
+    tolerance = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-6
+    torch.testing.assert_close(
+        mean.cpu(), torch.from_numpy(values.mean(0)).to(dtype), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("fn", [copies, signs])
+def test_kernels(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
+    pools(1).run(fn, backend)

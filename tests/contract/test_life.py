@@ -1,0 +1,234 @@
+"""Begin and end: nothing leaks, nothing hangs, the process keeps its exit code, fork is refused in the child."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.contract.world import device_of, world
+from tests.ranks import RankContext, RankPool, run_scripts
+
+from bagua_rt.backends import open_backend
+from bagua_rt.config import RuntimeConfig
+from bagua_rt.errors import BackendUnavailableError, ClosedError, UsageError
+
+Pools = Callable[[int], RankPool]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def os_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def settled(count: Callable[[], int], at_most: int) -> int:
+    """The count once it is at most that, or after 5 s."""
+    deadline = time.monotonic() + 5
+    while count() > at_most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return count()
+
+
+def cycles(ctx: RankContext, backend: str) -> None:
+    """Fifty communicators later, file descriptors and threads are what they were."""
+    with world(ctx, backend) as w:
+        t = w.tensor([1.0])
+        files = threads = 0
+        for k in range(52):
+            comm = w.backend.connect(ctx.store(), w.rank, w.size, f"c{k % 5}", w.lanes, timeout_s=20)
+            for lane in w.lanes:
+                comm.all_reduce_(t, "avg", stream=lane).wait()
+            comm.close()
+            if k == 1:
+                w.comm.barrier().wait()
+                files, threads = open_files(), os_threads()
+        w.comm.barrier().wait()
+        assert settled(open_files, files) <= files
+        assert settled(os_threads, threads) <= threads
+        assert t.item() == 1.0
+
+
+def backends_come_and_go(ctx: RankContext, backend: str) -> None:
+    before = None
+    for _ in range(5):
+        with world(ctx, backend) as w:
+            w.comm.all_reduce_(w.tensor([1.0])).wait()
+        now = threading.active_count()
+        before = now if before is None else before
+    assert before is not None
+    assert settled(threading.active_count, 1) <= before
+
+
+def in_flight(ctx: RankContext, backend: str) -> None:
+    """B66: a tensor that nobody else holds lives until its operation is complete, and no longer."""
+    with world(ctx, backend) as w:
+        growth = []
+        for k in range(60):
+            t = torch.full((250_000,), float(w.rank + k))
+            out = torch.empty_like(t)
+            work = w.comm.all_reduce(out, t, "sum", stream=w.lanes[k % 2])
+            del t
+            junk = [torch.full((250_000,), -1.0) for _ in range(3)]
+            work.wait()
+            assert out.eq(k * w.size + sum(range(w.size))).all()
+            del junk
+            growth.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+        assert growth[-1] - growth[5] < 4_000_000
+        t = torch.zeros(10)
+        work = w.comm.all_reduce_(t)
+        work.wait()
+        held = len(gc.get_referrers(t))
+        assert held <= 1, "the work, or its lane, still holds the tensor"
+
+
+def fork(ctx: RankContext, backend: str) -> None:
+    """The child is refused and ends; the parent goes on."""
+    with world(ctx, backend) as w:
+        t = w.tensor([1.0])
+        w.comm.all_reduce_(t).wait()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                w.comm.all_reduce_(t)
+            except ClosedError as error:
+                code = 0 if "fork" in str(error) else 2
+            try:
+                w.device.run(w.lanes[0], gc.collect)
+                code = 3
+            except ClosedError:
+                pass
+            w.comm.close()
+            w.comm.abort()
+            os._exit(code)
+        for _ in range(5):
+            w.comm.all_reduce_(t).wait()
+        deadline = time.monotonic() + 10
+        ended, status = os.waitpid(child, os.WNOHANG)
+        while ended == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        if ended == 0:
+            os.kill(child, signal.SIGKILL)
+        assert ended == child
+        assert os.waitstatus_to_exitcode(status) == 0
+        w.comm.all_reduce_(t).wait()
+
+
+def forgotten(ctx: RankContext, backend: str) -> None:
+    """Dropping a communicator warns and does nothing else: its peers may still use theirs."""
+    with world(ctx, backend) as w:
+        comm = w.comm.duplicate("forgotten", w.lanes)
+        comm.barrier().wait()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del comm
+            gc.collect()
+        assert any("never closed" in str(c.message) for c in caught)
+        w.comm.barrier().wait()
+
+
+@pytest.mark.parametrize("fn", [cycles, backends_come_and_go, in_flight, fork, forgotten])
+def test_life(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
+    pools(2).run(fn, backend, timeout=90)
+
+
+def eager_close(ctx: RankContext, backend: str) -> None:
+    """A rank that closes at once after its last wait does not break the last operation of a slower one."""
+    with world(ctx, backend) as w:
+        for k in range(25):
+            comm = w.backend.connect(ctx.store(), w.rank, w.size, "eager", w.lanes, timeout_s=20)
+            t = w.tensor([1.0] * (100_000 if k % 2 else 3))
+            [comm.all_reduce_, comm.broadcast_][k % 2](t).wait()
+            comm.close()
+
+
+def test_eager_close(pools: Pools, backend: str) -> None:
+    pools(3).run(eager_close, backend, timeout=90)
+
+
+SCRIPT = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+from bagua_rt.backends import open_backend
+from bagua_rt.config import RuntimeConfig
+rank, way, path, device = int(os.environ["TEST_RANK"]), *sys.argv[1:]
+store = dist.FileStore(path, 2)
+backend = open_backend(device, timeout_s=30, config=RuntimeConfig(), local_rank=rank)
+lanes = [backend.device.new_stream(f"lane{i}") for i in range(2)]
+comm = backend.connect(store, rank, 2, "world", lanes, timeout_s=60)
+t = torch.ones(10)
+comm.all_reduce_(t).wait()
+pending = [comm.recv(torch.ones(10), 1 - rank, stream=lane) for lane in lanes] if way.startswith("pending") else []
+time.sleep(0.2)
+if way.endswith("return"): code = 0
+if way.endswith("close"): comm.close(); comm.close(); backend.close()
+if way.endswith("abort"): comm.abort()
+if way.endswith("one") and rank == 0: comm.close()
+if way.endswith("exit"): sys.exit(3)
+if way.endswith("raise"): raise KeyError("the test's own")
+if way.endswith("timeout"): pending[0].wait(0.1)
+"""
+WAYS = {
+    "idle-return": 0,
+    "idle-exit": 3,
+    "idle-raise": 1,
+    "idle-close": 0,
+    "idle-one": 0,
+    "pending-return": 0,
+    "pending-exit": 3,
+    "pending-raise": 1,
+    "pending-close": 0,
+    "pending-abort": 0,
+    "pending-timeout": 1,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_process_ends_with_its_own_exit_code(backend: str, way: str, tmp_path: Path) -> None:
+    results = run_scripts(
+        [SCRIPT] * 2,
+        timeout=100,
+        env=[{"TEST_RANK": "0"}, {"TEST_RANK": "1"}],
+        args=[way, str(tmp_path / "store"), device_of(backend)],
+    )
+    for result in results:
+        assert result.exit_code == WAYS[way], result.stderr
+        assert ("Traceback" in result.stderr) == (WAYS[way] == 1), result.stderr
+
+
+def test_a_device_that_is_not_there_is_an_error_that_lists_what_was_looked_for() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"libcuda\.so\.1.*device.*cuda-bindings"):
+        open_backend("cuda:63", timeout_s=5, config=RuntimeConfig(), local_rank=0)
+    for wrong in ("meta", "gpu", "xpu"):
+        with pytest.raises(UsageError, match="device"):
+            open_backend(wrong, timeout_s=5, config=RuntimeConfig(), local_rank=0)
+    with pytest.raises(UsageError, match="timeout_s"):
+        open_backend("cpu", timeout_s=0, config=RuntimeConfig(), local_rank=0)
+
+
+def test_one_rank_opens_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    files, tasks = open_files(), threading.active_count()
+    opened = open_backend("cpu", timeout_s=5, config=RuntimeConfig(), local_rank=0)
+    no_store: object = None
+    comm = opened.connect(no_store, 0, 1, "w", [opened.device.new_stream("lane0")], timeout_s=5)  # type: ignore[arg-type]
+    comm.all_reduce_(torch.ones(3)).wait()
+    assert open_files() == files
+    comm.close()
+    opened.close()
+    assert settled(threading.active_count, tasks) == tasks

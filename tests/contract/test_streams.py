@@ -1,0 +1,184 @@
+"""Streams and events: order, waits, times, and errors that stick to a stream."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.contract.world import world
+from tests.ranks import RankContext, RankPool
+
+from bagua_rt.errors import CollectiveTimeoutError, UsageError
+
+Pools = Callable[[int], RankPool]
+
+
+def order(ctx: RankContext, backend: str) -> None:
+    """What is queued on a stream runs in order, and after what it waits for."""
+    with world(ctx, backend) as w:
+        d, (a, b) = w.device, w.lanes
+        t = w.tensor([0.0])
+        for k in range(200):
+            d.run(a, lambda k=k: t.mul_(2).add_(k % 3))
+        last = d.record(a)
+        d.wait(b, last)
+        out = w.tensor([-1.0])
+        d.run(b, lambda: out.copy_(t))
+        d.synchronize(d.record(b))
+        right = torch.tensor([0.0])
+        for k in range(200):
+            right.mul_(2).add_(k % 3)
+        assert torch.equal(out.cpu(), right)
+        assert torch.equal(t.cpu(), right)
+        assert d.query(last)
+        assert last.error is None
+        w.device.wait(d.compute_stream(), d.record(b))
+        assert d.query(d.record(d.compute_stream()))
+
+
+def times(ctx: RankContext, backend: str) -> None:
+    with world(ctx, backend) as w:
+        d, lane = w.device, w.lanes[0]
+        before = time.perf_counter_ns() / 1000
+        first = d.record(lane, timed=True)
+        d.run(lane, lambda: time.sleep(0.05))
+        second = d.record(lane, timed=True)
+        d.synchronize(second)
+        after = time.perf_counter_ns() / 1000
+        assert before - 500 <= d.time_us(first) <= d.time_us(second) <= after + 500
+        assert d.time_us(second) - d.time_us(first) >= 45_000
+        on_compute = d.record(d.compute_stream(), timed=True)
+        d.synchronize(on_compute)
+        assert abs(d.time_us(on_compute) - time.perf_counter_ns() / 1000) < 50_000
+        late = d.record(lane, timed=True)
+        d.synchronize(late)
+        assert d.time_us(late) >= d.time_us(second)
+
+
+def deadlines(ctx: RankContext, backend: str) -> None:
+    """A host wait ends at its deadline, whatever the stream does; the stream goes on."""
+    with world(ctx, backend, timeout_s=0.3) as w:
+        d, lane = w.device, w.lanes[0]
+        gate = threading.Event()
+
+        def hold() -> None:
+            gate.wait(10)
+
+        d.run(lane, hold)
+        event = d.record(lane)
+        assert not d.query(event)
+        for wait in (
+            lambda: d.synchronize(event, 0.1),
+            lambda: d.synchronize(event),
+            lambda: d.wait(d.compute_stream(), event),
+        ):
+            begin = time.monotonic()
+            with pytest.raises(CollectiveTimeoutError):
+                wait()
+            assert 0.09 <= time.monotonic() - begin < 2
+        gate.set()
+        d.synchronize(event, 5)
+
+
+def new_streams(ctx: RankContext, backend: str) -> None:
+    with world(ctx, backend) as w:
+        before = threading.active_count()
+        for k in range(20):
+            stream = w.device.new_stream(f"extra{k}")
+            assert stream.name == f"extra{k}"
+            t = w.tensor([0.0])
+            w.device.run(stream, lambda t=t: t.add_(1))
+            w.device.synchronize(w.device.record(stream))
+            assert t.item() == 1
+            w.device.close_stream(stream)
+            w.device.close_stream(stream)
+        deadline = time.monotonic() + 5
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() <= before
+
+
+class BrokenKernelError(Exception):
+    pass
+
+
+def broken() -> None:
+    raise BrokenKernelError
+
+
+def sticky_kernel(ctx: RankContext, backend: str) -> None:
+    """What is queued behind a failure does not run, and carries its error, until an abort on that lane."""
+    with world(ctx, backend) as w:
+        d, lane = w.device, w.lanes[0]
+        extra = w.comm.duplicate("extra", w.lanes)
+        t = w.tensor([0.0])
+        d.run(lane, broken)
+        d.run(lane, lambda: t.add_(1))
+        event = d.record(lane)
+        with pytest.raises(BrokenKernelError):
+            d.synchronize(event, 5)
+        assert isinstance(event.error, BrokenKernelError)
+        assert t.item() == 0
+        d.run(w.lanes[1], lambda: t.add_(2))  # the other lane is not concerned
+        d.synchronize(d.record(w.lanes[1]))
+        assert t.item() == 2
+        extra.close()
+        d.run(lane, lambda: t.add_(4))
+        d.synchronize(d.record(lane), 5)
+        assert t.item() == 6
+        w.comm.all_reduce_(t, "avg").wait()
+
+
+def work_semantics(ctx: RankContext, backend: str) -> None:
+    with world(ctx, backend) as w:
+        d, t = w.device, w.tensor([float(w.rank)] * 1000)
+        work = w.comm.all_reduce_(t, "sum")
+        work.wait_stream(w.lanes[1])
+        out = torch.zeros_like(t)
+        d.run(w.lanes[1], lambda: out.copy_(t))
+        d.synchronize(d.record(w.lanes[1]))
+        assert out[0].item() == sum(range(w.size))
+        work.wait()
+        work.wait(0.0)
+        assert work.is_done()
+        assert work.event.error is None
+        d.synchronize(work.event)
+        second = w.comm.all_reduce_(t, "avg")
+        second.wait_stream(d.compute_stream())
+        d.synchronize(d.record(d.compute_stream()))
+        assert t[0].item() == sum(range(w.size))
+
+
+def foreign(ctx: RankContext, backend: str) -> None:
+    with world(ctx, backend) as w:
+        with pytest.raises(UsageError, match="stream"):
+            w.device.run("lane0", broken)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="event"):
+            w.device.query(None)  # type: ignore[arg-type]
+
+
+def lanes_do_not_mix(ctx: RankContext, backend: str) -> None:
+    """Operations of two lanes run side by side, in any order between lanes, and never cross."""
+    with world(ctx, backend) as w:
+        for _ in range(60):
+            ts = [w.tensor([float(k + w.rank)] * 501) for k in range(8)]
+            order = range(8) if w.rank % 2 == 0 else (1, 0, 3, 2, 5, 4, 7, 6)
+            works = [w.comm.all_reduce_(ts[k], "sum", stream=w.lanes[k % 2]) for k in order]
+            for work in works:
+                work.wait()
+            for k, t in enumerate(ts):
+                assert t.eq(k * w.size + sum(range(w.size))).all()
+
+
+@pytest.mark.parametrize("fn", [order, times, deadlines, new_streams, foreign])
+def test_streams(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
+    pools(1).run(fn, backend)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("fn", [sticky_kernel, work_semantics, lanes_do_not_mix])
+def test_streams_of_several_ranks(pools: Pools, backend: str, size: int, fn: Callable[..., None]) -> None:
+    pools(size).run(fn, backend)
