@@ -53,7 +53,7 @@ def parse_options() -> argparse.Namespace:
     add("--ranks", type=count, default=2, metavar="N", help="processes to start on this machine")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
     add("--size", choices=tuple(SHAPES), default="small", help="0.1, 2.7 or 11 million parameters")
-    add("--steps", type=count, default=450, metavar="N", help="optimizer steps")
+    add("--steps", type=count, default=600, metavar="N", help="optimizer steps")
     add("--batch-size", type=count, default=4, metavar="N", help="sequences per rank and step")
     add("--lr", type=float, default=2e-3, metavar="X", help="peak learning rate, after 20 steps")
     add("--warmup-share", type=float, default=0.3, metavar="X", help="of the steps: onebit_adam's warm-up")

@@ -1,6 +1,7 @@
 // copy_out: scatters a bucket to tensors.
 //   target[i] = narrow(source[i]), for every span of the table; same types: the same bits, NaNs too
-// Shapes, launch: as copy_in, with the bucket's views as sources.
+// Shapes:  as copy_in, with the bucket's views as sources.
+// Launch:  as copy_in.
 // Options: SRC and DST (each one of Float16, BFloat16, Float32, Float64).
 // Moves:   sizeof(SRC) + sizeof(DST) bytes an element, and 32 a span.
 // Oracle:  tests/kernel_oracles.py copy_out: bit for bit.

@@ -6,8 +6,8 @@
 // Options: DTYPE (Float16, BFloat16, Float32, Float64).
 // Launch:  256 threads, min(chunks, 8 a multiprocessor) blocks; a chunk of all rows a block at a
 //          time, the sums in registers, the rows' grids worked out 32 at a time in shared memory.
-// Moves:   rows + sizeof(DTYPE) bytes an element. About 10 instructions a byte: an H200 is bound
-//          by them, not by its memory, from 8 rows on.
+// Moves:   rows + sizeof(DTYPE) bytes an element. About 10 instructions a byte: expect an
+//          H200 to be bound by them, not by its memory, from some 8 rows on.
 // Oracle:  tests/kernel_oracles.py minmax_decode_mean and backends/_codec_cpu.py: bit for bit.
 
 typedef DTYPE::Raw Raw;

@@ -1,4 +1,4 @@
-"""Runs the kernels of ``kernels/`` on the CPU: the very text that NVRTC gets, compiled by g++ (kernel_host.h).
+"""Runs the kernels of ``kernels/`` on the CPU: the text that NVRTC gets, compiled by g++ (kernel_host.h).
 
 Only for the values that a kernel computes. What surrounds kernels on a device (streams, copies, races between
 blocks) is the emulator's subject, in tests/emulator.
@@ -13,6 +13,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -31,12 +34,12 @@ POISON = 0xA5
 def _library(variant: Variant) -> ctypes.CDLL:
     assert COMPILER is not None
     source = variant.source()
-    key = hashlib.sha256("\0".join((source, SHIM.read_text(), FLAGS)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(f"{source}\0{SHIM.read_text()}\0{FLAGS}".encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"bagua_rt_kernel_host_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{variant.entry()}-{key}.so"
     if not target.exists():
-        text = target.with_suffix(f".{os.getpid()}.cpp")
+        text = target.with_suffix(f".{os.getpid()}.{threading.get_ident()}.cpp")
         text.write_text(source)
         built = text.with_suffix(".so")
         command = [COMPILER, *FLAGS.split(), "-include", str(SHIM), "-o", str(built), str(text)]
@@ -45,6 +48,13 @@ def _library(variant: Variant) -> ctypes.CDLL:
         built.replace(target)
         text.unlink()
     return ctypes.CDLL(str(target))
+
+
+def build(variants: Iterable[Variant]) -> None:
+    """Compile what is not compiled yet, on every core."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(_library, variants):
+            pass
 
 
 def launch(

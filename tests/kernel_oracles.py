@@ -21,7 +21,8 @@ def wide_type(dtype: torch.dtype) -> type[np.floating]:
 
 
 def wide(tensor: torch.Tensor) -> Wide:
-    return tensor.to(torch.float64 if tensor.dtype is torch.float64 else torch.float32).numpy().copy()
+    values: Wide = tensor.to(torch.float64 if tensor.dtype is torch.float64 else torch.float32).numpy().copy()
+    return values
 
 
 def narrow(values: Wide, dtype: torch.dtype) -> torch.Tensor:
@@ -44,19 +45,21 @@ def copy_out(source: torch.Tensor, target_dtype: torch.dtype) -> torch.Tensor:
 
 def mean_rows(rows: Wide) -> Wide:
     weight = rows.dtype.type(1) / rows.dtype.type(len(rows))
-    total = np.zeros_like(rows[0])
+    total: Wide = np.zeros_like(rows[0])
     for row in rows:
-        total = total + row * weight
+        total += row * weight
     return total
 
 
 def ring_difference(x: Wide, left: Wide, right: Wide, weights: Wide) -> Wide:
     third = x.dtype.type(1) / x.dtype.type(3)
-    return (x - weights) + ((left - weights) + (right - weights)) * third
+    difference: Wide = (x - weights) + ((left - weights) + (right - weights)) * third
+    return difference
 
 
 def add_difference(x: Wide, mean: Wide, y: Wide) -> Wide:
-    return x + (mean - y)
+    moved: Wide = x + (mean - y)
+    return moved
 
 
 # ── MinMaxUInt8 ──────────────────────────────────────────────────────────────────────────────────────────
@@ -70,7 +73,7 @@ def minmax_layout(columns: int, size: int) -> tuple[int, int]:
 
 def step_of(low: np.floating, high: np.floating) -> np.floating:
     kind = type(low)
-    step = high / kind(254) - low / kind(254)
+    step: np.floating = high / kind(254) - low / kind(254)
     return step if step >= np.finfo(kind).tiny else kind(0)
 
 
@@ -95,10 +98,11 @@ def decode_chunk(low: np.floating, high: np.floating, codes: Bytes) -> Wide:
         return np.full(len(codes), np.nan, kind)
     step = step_of(low, high)
     if step == 0:
-        return np.full(len(codes), kind(0) if low <= 0 <= high else low)
+        return np.full(len(codes), kind(0) if low <= 0 <= high else low, kind)
     code = codes.astype(kind)
     values = (code + np.rint(low / step)) * step if low <= 0 <= high else low + code * step
-    return np.clip(values, low, high) + kind(0)
+    clamped: Wide = np.clip(values, low, high) + kind(0)
+    return clamped
 
 
 def minmax_encode(values: Wide, numel: int, first: int) -> Bytes:
@@ -161,7 +165,6 @@ def sign_encode(
     for r in range(rows):
         valid = min(columns, max(0, numel - first - r * columns))
         u = values[r] + error[r]
-        u[valid:] = 0
         wire[r, :4] = scales[r : r + 1].view(np.uint8)
         wire[r, 8:] = np.packbits(u >= 0, bitorder="little")
         scale = values.dtype.type(scales[r])
@@ -170,15 +173,15 @@ def sign_encode(
     return wire, left
 
 
-def sign_decode(wire: Bytes, kind: type[np.floating]) -> Wide:
-    scales = wire[:, :4].copy().view(np.float32).astype(kind)
-    return np.where(np.unpackbits(wire[:, 8:], axis=1, bitorder="little") == 1, scales, -scales)
+def sign_decode(wire: Bytes) -> NDArray[np.float32]:
+    scales = wire[:, :4].copy().view(np.float32)
+    positive = np.unpackbits(wire[:, 8:], axis=1, bitorder="little") == 1
+    values: NDArray[np.float32] = np.where(positive, scales, np.float32(0) - scales)
+    return values
 
 
-def sign_decode_mean(wire: Bytes, kind: type[np.floating]) -> Wide:
-    scales = wire[:, :4].copy().view(np.float32).astype(kind)[:, 0]
-    shares = scales * (kind(1) / kind(len(wire)))
-    total = np.zeros((wire.shape[1] - 8) * 8, kind)
-    for row, share in zip(wire, shares, strict=True):
-        total = total + np.where(np.unpackbits(row[8:], bitorder="little") == 1, share, -share)
-    return total
+def sign_decode_mean(wire: Bytes) -> NDArray[np.float32]:
+    total = np.zeros((wire.shape[1] - 8) * 8, np.float32)
+    for row in sign_decode(wire):
+        total += row
+    return total / np.float32(len(wire))

@@ -104,7 +104,9 @@ def caught(fn: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
-def on(pool: RankPool, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def on(
+    pool: RankPool, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+) -> list[Any]:
     """Run `fn` on the first `world_size` ranks of a pool that may be larger; the others do nothing."""
     return pool.run(_on_first, world_size, fn, args, timeout=timeout)[:world_size]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bagua_rt.backends import _codec_cpu
-from bagua_rt.backends._nvrtc import Variant
+from bagua_rt.backends._nvrtc import OPERATIONS, Variant
+from bagua_rt.backends.gloo_kernels import CpuKernels
 from tests import kernel_oracles as oracles
-from tests.kernel_host import COMPILER, Buffers, launch, same_bits
+from tests.kernel_host import COMPILER, Buffers, build, launch, same_bits
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+PAIRS = [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32), (torch.float32, torch.float16)]
+PAIRS += [(torch.float64, torch.bfloat16), (torch.float16, torch.float64)]
 SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 2047, 2048, 2049, 6000]
 LARGE = 100_003
 KINDS = ["normal", "tiny", "huge", "offset", "negative", "constant", "zero", "denormal", "wild", "nan", "inf"]
@@ -34,7 +38,14 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 def drawn(test: Callable[..., None]) -> Callable[..., None]:
     ignore = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=30, deadline=None, suppress_health_check=ignore)(test)
+    return settings(max_examples=20, deadline=None, suppress_health_check=ignore)(test)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    singles = [operation for operation, macros in OPERATIONS.items() if len(macros) == 1]
+    copies = [Variant.of(op, name(a), name(b)) for op in ("copy_in", "copy_out") for a, b in PAIRS]
+    build([*copies, *(Variant.of(op, name(dtype)) for op in singles for dtype in DTYPES)])
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +87,15 @@ def numbers(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) ->
     return x.clamp(-limit.max, limit.max).to(dtype) if kind not in {"nan", "inf"} else x.to(dtype)
 
 
+CALLER: Any = None  # the stream of the thread that calls
+
+
+def gloo() -> CpuKernels:
+    """The gloo backend's own operations, done at once."""
+    device: Any = SimpleNamespace(run=lambda stream, operation: operation())
+    return CpuKernels(device)
+
+
 def spans(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, int, int]:
     """The table of copy_in and copy_out, its length and its number of tiles."""
     rows, tiles = [], 0
@@ -85,18 +105,23 @@ def spans(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
     return torch.tensor(rows, dtype=torch.int64).view(-1, 4), len(rows), tiles
 
 
-PAIRS = [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32), (torch.float32, torch.float16)]
-PAIRS += [(torch.float64, torch.bfloat16), (torch.float16, torch.float64)]
-
-
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("operation", ["copy_in", "copy_out"])
 @drawn
 @given(data=st.data(), kind=kinds, seed=seeds, offset=offsets, blocks=blocks)
 def test_copies(
-    operation: str, source: torch.dtype, target: torch.dtype, data: Any, kind: str, seed: int, offset: int, blocks: int
+    operation: str,
+    source: torch.dtype,
+    target: torch.dtype,
+    data: Any,
+    kind: str,
+    seed: int,
+    offset: int,
+    blocks: int,
 ) -> None:
-    lengths = data.draw(st.lists(st.one_of(st.integers(0, 40), st.sampled_from([4095, 4096, 9001])), max_size=70))
+    lengths = data.draw(
+        st.lists(st.one_of(st.integers(0, 40), st.sampled_from([4095, 4096, 9001])), max_size=70)
+    )
     scale = data.draw(st.sampled_from([1.0, 1 / 3, 0.5, 0.0, -7.0])) if operation == "copy_in" else 1.0
     memory = Buffers()
     bucket = memory.empty((sum(lengths),), target, offset)
@@ -113,6 +138,10 @@ def test_copies(
         else:
             assert same_bits(view, oracles.copy_out(tensor, target))
     memory.check()
+    if source is target:
+        own = [torch.empty_like(view) for _, view in pairs]
+        gloo().copy_in(sources, own, scale, CALLER)
+        assert all(same_bits(view, mine) for (_, view), mine in zip(pairs, own, strict=True))
 
 
 @by_dtype
@@ -173,7 +202,9 @@ def test_ring_difference_is_the_formula_and_zero_where_nothing_moved() -> None:
 # ── MinMaxUInt8 ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def encode(memory: Buffers, values: torch.Tensor, numel: int, first: int, offset: int, blocks: int) -> torch.Tensor:
+def encode(
+    memory: Buffers, values: torch.Tensor, numel: int, first: int, offset: int, blocks: int
+) -> torch.Tensor:
     rows, columns = values.shape
     size = np.dtype(oracles.wide_type(values.dtype)).itemsize
     wire = memory.empty((rows, oracles.minmax_layout(columns, size)[1]), torch.uint8, offset)
@@ -194,7 +225,14 @@ def encode(memory: Buffers, values: torch.Tensor, numel: int, first: int, offset
     padding=st.integers(0, 3000),
 )
 def test_minmax(
-    dtype: torch.dtype, columns: int, rows: int, kind: str, seed: int, o: tuple[int, int, int], blocks: int, padding: int
+    dtype: torch.dtype,
+    columns: int,
+    rows: int,
+    kind: str,
+    seed: int,
+    o: tuple[int, int, int],
+    blocks: int,
+    padding: int,
 ) -> None:
     memory = Buffers()
     values = memory.put(numbers(kind, (rows, columns), dtype, seed), o[0])
@@ -315,24 +353,36 @@ def test_sign(
 ) -> None:
     memory, columns, first = Buffers(), groups * 8, seed % 100
     values = memory.put(numbers(kind, (rows, columns), dtype, seed), o[0])
-    error = memory.put(numbers("normal", (rows, columns), dtype, seed + 1), o[1])
+    kind_of_error = torch.promote_types(dtype, torch.float32)
+    error = memory.put(numbers("normal", (rows, columns), kind_of_error, seed + 1), o[1])
     numel = max(0, first + rows * columns - padding) if seed % 3 else first + rows * columns
     wire = memory.empty((rows, 8 + columns // 8), torch.uint8, o[2])
     partial = memory.empty((rows, tiles), torch.float64)
-    wide_values, wide_error = oracles.wide(values), oracles.wide(error).copy()
+    wide_values, before = oracles.wide(values), error.clone()
     variant, shape = Variant.of("sign_encode", name(dtype)), (columns, numel, first, tiles)
     launch(variant, values, error, partial, *shape, blocks=rows * tiles, operation="sign_encode_sums")
     launch(variant, values, error, wire, partial, *shape, blocks=rows * tiles)
     scales = wire.numpy()[:, :4].copy().view(np.float32)[:, 0]
-    exact = oracles.sign_scales(wide_values, wide_error, numel, first)
+    exact = oracles.sign_scales(wide_values, before.numpy(), numel, first)
     np.testing.assert_allclose(scales, exact, rtol=2**-23, atol=1e-45)
-    expected, left = oracles.sign_encode(wide_values, wide_error, numel, first, scales)
+    expected, left = oracles.sign_encode(wide_values, before.numpy(), numel, first, scales)
     assert same_bits(wire[:, 4:], torch.from_numpy(expected[:, 4:]))
-    assert same_bits(error, oracles.narrow(left, dtype))
+    assert same_bits(error, torch.from_numpy(left))
+
     out, mean = memory.empty((rows, columns), dtype, o[0]), memory.empty((columns,), dtype, o[1])
     launch(Variant.of("sign_decode", name(dtype)), wire, out, rows, columns, blocks=2)
     launch(Variant.of("sign_decode_mean", name(dtype)), wire, mean, rows, columns, blocks=2)
-    real = oracles.wide_type(dtype)
-    assert same_bits(out, oracles.narrow(oracles.sign_decode(wire.numpy(), real), dtype))
-    assert same_bits(mean, oracles.narrow(oracles.sign_decode_mean(wire.numpy(), real), dtype))
+    assert same_bits(out, oracles.narrow(oracles.sign_decode(wire.numpy()), dtype))
+    assert same_bits(mean, oracles.narrow(oracles.sign_decode_mean(wire.numpy()), dtype))
     memory.check()
+    if not columns:
+        return
+    own_wire, own_out, own_mean = torch.empty_like(wire), torch.empty_like(out), torch.empty_like(mean)
+    gloo().sign_decode(wire, own_out, CALLER)
+    gloo().sign_decode_mean(wire, own_mean, CALLER)
+    assert same_bits(own_out, out)
+    assert same_bits(own_mean, mean)
+    gloo().sign_encode(values, before, numel, first, own_wire, CALLER)
+    assert same_bits(own_wire[:, 4:], wire[:, 4:])
+    own_scales = own_wire.numpy()[:, :4].copy().view(np.float32)[:, 0]
+    np.testing.assert_allclose(own_scales, scales, rtol=1e-6, atol=1e-45)

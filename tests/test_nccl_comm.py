@@ -141,6 +141,12 @@ class TestProgress:
         assert comm.split(None, 0, 5.0) is None
         assert fake.calls()[-1] == f"ncclCommSplit {COMM} -1 0 config NULL"
 
+    def test_a_child_shares_its_parents_lock(self, fake: Fake) -> None:
+        comm = fake.comm()
+        child = comm.split(0, 0, 5.0)
+        assert child is not None
+        assert child._lock is comm._lock  # NCCL lets them share resources
+
 
 class TestEnd:
     def test_close_finalizes_waits_and_destroys_once(self, fake: Fake) -> None:
@@ -174,8 +180,9 @@ class TestEnd:
         fake.block(400)
         thread = threading.Thread(target=comm.all_reduce, args=(SEND, RECV, 1, FLOAT32, SUM, STREAM))
         thread.start()
-        while not fake.inside:
+        while thread.is_alive() and not fake.inside:
             time.sleep(0.001)
+        assert fake.inside
         with pytest.raises(CollectiveTimeoutError, match="a thread is inside a call"):
             comm.abort(0.02)
         with pytest.raises(ClosedError, match="aborted"):  # refused, although nothing was aborted yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.ranks import rank_pools
 
 pools = pytest.fixture(scope="module")(rank_pools)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.contract.world import device_of, world
-from tests.ranks import RankContext, RankPool
 
 from bagua_rt.backend import Communicator
 from bagua_rt.backends import open_backend
 from bagua_rt.config import RuntimeConfig
 from bagua_rt.errors import UsageError
+from tests.contract.world import device_of, world
+from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.contract.world import world
-from tests.ranks import RankContext, RankDiedError, RankPool
 
 from bagua_rt.backend import Communicator
 from bagua_rt.errors import ClosedError, CollectiveError, CollectiveTimeoutError, PeerError
+from tests.contract.world import world
+from tests.ranks import RankContext, RankDiedError, RankPool
 
 Pools = Callable[[int], RankPool]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tests.contract.world import World, poisoned, same_bits, world
-from tests.ranks import RankContext, RankPool
 
 from bagua_rt.backend import Stream
+from tests.contract.world import World, poisoned, same_bits, world
+from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.contract.world import MOVED, World, inputs, poisoned, same_bits, world
-from tests.ranks import RankContext, RankPool
 
 from bagua_rt.backend import Work
 from bagua_rt.errors import UsageError
+from tests.contract.world import MOVED, World, inputs, poisoned, same_bits, world
+from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
 SIZES = (0, 1, 5, 300)

@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from tests.contract.world import REDUCED, World, inputs, poisoned, same_bits, same_everywhere, world
-from tests.ranks import RankContext, RankPool
 
 from bagua_rt.backend import ReduceOp
+from tests.contract.world import REDUCED, World, inputs, poisoned, same_bits, same_everywhere, world
+from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
 SIZES = (0, 1, 7, 1000)

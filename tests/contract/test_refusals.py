@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.contract.world import World, world
-from tests.ranks import RankContext, RankPool
 
 from bagua_rt.errors import UsageError
+from tests.contract.world import World, world
+from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
 

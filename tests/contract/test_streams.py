@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.contract.world import world
-from tests.ranks import RankContext, RankPool
 
 from bagua_rt.errors import CollectiveTimeoutError, UsageError
+from tests.contract.world import world
+from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from tests.ranks import RankContext
 
 from bagua_rt.backend import Backend, Communicator, Device, Stream
 from bagua_rt.backends import open_backend
 from bagua_rt.config import RuntimeConfig
+from tests.ranks import RankContext
 
 REDUCED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),

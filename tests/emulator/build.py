@@ -225,13 +225,9 @@ def host_source(preprocessed: str) -> tuple[str, list[str]]:
 
 def _build_kernel(file: Path, work: Path, built: Built) -> None:
     shim = str(SOURCES / "cuda_shim.h")
-    preprocessed = _run(
-        [_compiler(), "-E", "-x", "c++", *KERNEL_FLAGS, "-include", shim, str(file)]
-    )
+    preprocessed = _run([_compiler(), "-E", "-x", "c++", *KERNEL_FLAGS, "-include", shim, str(file)])
     text, kernels = host_source(preprocessed)
-    text += "".join(
-        f"\nstatic EmuKernel<&{name}> emu_registered_{name}(\"{name}\");" for name in kernels
-    )
+    text += "".join(f'\nstatic EmuKernel<&{name}> emu_registered_{name}("{name}");' for name in kernels)
     source = work / f"{file.stem}.ii"
     source.write_text(text + "\n")
     _run(

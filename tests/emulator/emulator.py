@@ -195,12 +195,13 @@ def reports(kind: str | None = None) -> list[str]:
     """What was found so far: kind "race", "unknown", "kernel", "memory", "mismatch", "callback"."""
     lib = _libcuda()
     key = None if kind is None else kind.encode()
-    texts = []
     buffer = ctypes.create_string_buffer(REPORT_TEXT_BYTES)
-    for index in range(lib.emu_report_count(key)):
-        if lib.emu_report_get(key, index, buffer, len(buffer)) == 0:
-            texts.append(buffer.value.decode())
-    return texts
+
+    def text(index: int) -> str:
+        lib.emu_report_get(key, index, buffer, len(buffer))
+        return buffer.value.decode(errors="replace")
+
+    return [text(index) for index in range(lib.emu_report_count(key))]
 
 
 def race_reports(timeout_s: float = 30.0) -> RaceReports:
@@ -261,7 +262,6 @@ _tasks: dict[int, StreamTask] = {}
 _task_ids = itertools.count(1)
 
 
-@_Callback
 def _run_task(key: int) -> None:
     task = _tasks.pop(key)
     try:
@@ -271,6 +271,9 @@ def _run_task(key: int) -> None:
         text = "".join(traceback.format_exception(error))
         _libcuda().emu_report(b"callback", f"'{task.label}' raised:\n{text}".encode())
     task.done = True
+
+
+_run_task_callback = _Callback(_run_task)
 
 
 def declare_host_access(pointer: int, size_bytes: int, write: bool, label: str = "host") -> None:
@@ -296,7 +299,7 @@ def run_on_stream(
     task = _tasks[key] = StreamTask(fn, label)
     array = (_Range * len(ranges))(*ranges)
     error = _libcuda().emu_enqueue(
-        int(stream_handle), label.encode(), _run_task, key, array, len(ranges)
+        int(stream_handle), label.encode(), _run_task_callback, key, array, len(ranges)
     )
     if error:
         del _tasks[key]

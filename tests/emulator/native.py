@@ -31,11 +31,23 @@ UNDEF = -(2**31)
 # Names that cuda.h maps to versioned ones.
 _VERSIONED = {
     name: f"{name}_v2"
-    for name in (
-        "cuMemAlloc cuMemFree cuMemcpyHtoD cuMemcpyDtoH cuMemcpyDtoD cuMemcpyHtoDAsync "
-        "cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemsetD8 cuMemsetD32 cuStreamDestroy cuEventDestroy "
-        "cuMemGetInfo cuDevicePrimaryCtxRelease cuMemAllocHost"
-    ).split()
+    for name in [
+        "cuMemAlloc",
+        "cuMemFree",
+        "cuMemcpyHtoD",
+        "cuMemcpyDtoH",
+        "cuMemcpyDtoD",
+        "cuMemcpyHtoDAsync",
+        "cuMemcpyDtoHAsync",
+        "cuMemcpyDtoDAsync",
+        "cuMemsetD8",
+        "cuMemsetD32",
+        "cuStreamDestroy",
+        "cuEventDestroy",
+        "cuMemGetInfo",
+        "cuDevicePrimaryCtxRelease",
+        "cuMemAllocHost",
+    ]
 }
 
 

@@ -53,7 +53,7 @@ def run_ranks(
                 job = (function.__module__, function.__qualname__, rank, world_size, args)
                 file.with_suffix(".in").write_bytes(pickle.dumps(job))
                 extra = per_rank_env[rank] if per_rank_env else {}
-                with open(file.with_suffix(".err"), "wb") as stderr:
+                with file.with_suffix(".err").open("wb") as stderr:
                     processes.append(_start(file, {**env, **extra}, stderr))
             _wait(processes, timeout_s)
         finally:
@@ -88,12 +88,8 @@ def run_emulated(
         per_rank_env = [{"CUDA_VISIBLE_DEVICES": str(r)} for r in range(world_size)]
     with tempfile.TemporaryDirectory(prefix="reports-") as folder:
         env = emulator.environment(report_dir=Path(folder), **settings)
-        outcomes = run_ranks(
-            *(function, world_size, env, *args),
-            timeout_s=timeout_s,
-            per_rank_env=per_rank_env,
-            check=check,
-        )
+        limits: dict[str, Any] = {"timeout_s": timeout_s, "per_rank_env": per_rank_env}
+        outcomes = run_ranks(function, world_size, env, *args, check=check, **limits)
         found = [text for texts in emulator.collect_reports(Path(folder)).values() for text in texts]
     unexpected = [text for text in found if text.partition(":")[0] not in expect]
     assert not unexpected, "the emulator reports:\n" + "\n".join(unexpected)

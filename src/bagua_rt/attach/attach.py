@@ -14,8 +14,9 @@ from bagua_rt.algorithms.base import Algorithm, Context
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.attach.agreement import agree_on, describe
 from bagua_rt.attach.attached import Attached, Attachment
-from bagua_rt.attach.engine import Engine, Options
-from bagua_rt.attach.hooks import Hooks, attachment_of
+from bagua_rt.attach.engine import Engine
+from bagua_rt.attach.generation import Options
+from bagua_rt.attach.hooks import Hooks, attachment_of, is_attached
 from bagua_rt.attach.names import NamedTensors, name_tensors
 from bagua_rt.attach.resources import Resources
 from bagua_rt.attach.watch import ParameterWatch
@@ -90,6 +91,7 @@ def attach(
     replaced = attachment_of(model)
     if isinstance(replaced, Attachment):
         replaced.detach(orderly=True)
+    _refuse_nested(named)
     name = name or f"model{next(_numbers.setdefault(group, itertools.count()))}"
     options = Options(
         cap_bytes=int(bucket_cap_mb * _MIB),
@@ -211,6 +213,17 @@ def _check_arguments(
         raise UsageError("commit is not usable", expected="'host'", got=repr(commit))
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
         raise UsageError("an optimizer was given twice", expected="each once")
+
+
+def _refuse_nested(named: NamedTensors) -> None:
+    for name, param in named.parameters.items():
+        if is_attached(param):
+            raise UsageError(
+                f"the parameter {name!r} belongs to a model that is attached",
+                expected="each parameter in one attachment",
+                got="a module within an attached one, or around it",
+                fix="close() that attachment first, or attach the outermost module only",
+            )
 
 
 def _check_tensors(named: NamedTensors, group: ProcessGroup) -> None:

@@ -15,6 +15,7 @@ import torch
 from bagua_rt.algorithms.base import Algorithm, Context
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.hooks import Hooks
+from bagua_rt.attach.join import Join
 from bagua_rt.attach.names import NamedTensors
 from bagua_rt.attach.resources import Resources
 from bagua_rt.bucket import BucketPlan
@@ -51,22 +52,30 @@ class Attachment:
         self._trace_dir = trace_dir
         self._buffers: TensorReplicator | None = None
         if broadcast_buffers and named.buffers and context.world_size > 1:
-            self._buffers = TensorReplicator(self._current_buffers(), context.world, context.device)
+            self._buffers = TensorReplicator(self.current_buffers(), context.world, context.device)
         if trace_dir is not None:
             self.start_trace()
 
     def before_forward(self, training: bool) -> None:
         """Broadcast the buffers, and let the engine open what begins at a forward."""
-        self.engine.on_forward(training)
-        if self._buffers is not None and self.engine.is_synchronised:
+        engine = self.engine
+        engine.on_forward(training)
+        if not engine.is_synchronised:
+            return
+        if engine.join is None or (training and torch.is_grad_enabled() and engine.join.announce()):
+            self.broadcast_buffers()
+
+    def broadcast_buffers(self) -> None:
+        """Make the buffers rank 0's, if that was asked for."""
+        if self._buffers is not None:
             self._broadcast(self._buffers)
 
-    def _current_buffers(self) -> list[torch.Tensor]:
+    def current_buffers(self) -> list[torch.Tensor]:
         """A module may have replaced a buffer since, by assigning to it."""
         return [getattr(module, key) for module, key in self.named.buffer_places]
 
     def _broadcast(self, buffers: TensorReplicator) -> None:
-        buffers.pack(self._current_buffers())
+        buffers.pack(self.current_buffers())
         self.engine.pipeline.call("the buffers", lambda lane: buffers.queue(self.context.world, lane))
         buffers.unpack()
 
@@ -175,6 +184,41 @@ class Attached:
         raises UsageError.
         """
         return self._open().engine.no_sync()
+
+    @contextmanager
+    def join(
+        self, divide_by_initial: bool = True, throw_on_early_termination: bool = False
+    ) -> Iterator[None]:
+        """Around a training loop whose number of batches differs between ranks.
+
+        A rank that leaves early takes part in the others' generations with zeros, until all are done; then
+        all take the model and optimizer state of the last. Inside, buffers are broadcast once per
+        generation.
+
+        Args:
+            divide_by_initial: Means divide by the number of all ranks; else by those that still have data.
+            throw_on_early_termination: Raise PeerError on all ranks when the first one has no more data.
+
+        Raises:
+            UsageError: the algorithm can't be joined.
+            PeerError: in the throwing mode.
+        """
+        attachment = self._open()
+        engine = attachment.engine
+        engine.give_up_lost_backward()
+        join = Join(
+            attachment,
+            divide_by_initial=divide_by_initial,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+        engine.join = join
+        try:
+            yield
+            engine.give_up_lost_backward()
+            engine.join = None
+            join.finish()
+        finally:
+            engine.join = None
 
     def statistics(self) -> Statistics:
         """Totals since attach; see bagua_rt.trace for the definitions."""

@@ -5,7 +5,7 @@ activation checkpoint runs a nested task, whose end is not the end of the backwa
 the node of the outer task that started it is still being evaluated: `EndOfBackward` then moves on to the
 outer task, through a hook on that node, until no outer task is left.
 
-An exception in backward destroys the graph task, and with it the callback: `EndOfBackward.is_lost` says so.
+An exception in backward destroys the graph task, and with it the callback: `EndOfBackward.callback` is dead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 
 import torch
+
+from bagua_rt.attach.untraced import untraced
 
 _queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
@@ -32,17 +34,15 @@ class EndOfBackward:
 
     Args:
         on_end: What to call, on the thread that ends the backward.
+
+    Attributes:
+        callback: Weak: ``callback() is None`` once the backward is over, with or without an exception.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         callback = _Callback(on_end)
-        self._callback = weakref.ref(callback)  # the graph task alone keeps it alive
+        self.callback = weakref.ref(callback)  # the graph task alone keeps it alive
         _queue_callback(callback)
-
-    @property
-    def is_lost(self) -> bool:
-        """Did the backward end without calling `on_end` (an exception)?"""
-        return self._callback() is None
 
 
 class _Callback:
@@ -52,6 +52,7 @@ class _Callback:
         self._on_end = on_end
         self._has_run = False
 
+    @untraced
     def __call__(self) -> None:
         if self._has_run:
             return

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,51 +19,19 @@ from torch import nn
 from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
 from bagua_rt.attach import verdict
 from bagua_rt.attach.backward import EndOfBackward, is_running
+from bagua_rt.attach.generation import Generation, Options
 from bagua_rt.attach.gradients import Gradients
 from bagua_rt.attach.plan import Plan
+from bagua_rt.attach.sparse import SparseGradients
+from bagua_rt.attach.untraced import untraced, untraced_frame
 from bagua_rt.attach.watch import ParameterWatch
 from bagua_rt.bucket import Bucket
 from bagua_rt.control import Control, LedgerEntry, LedgerResult, PendingMax, pack, unpack
 from bagua_rt.errors import BaguaError, InternalError, UsageError
 from bagua_rt.scheduler import Pipeline
 
-
-@dataclass(frozen=True)
-class Options:
-    """What attach() was asked for, as far as generations depend on it."""
-
-    cap_bytes: int
-    first_cap_bytes: int
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
-    check: bool
-
-
-class Generation:
-    """What has happened so far in the generation that is open.
-
-    Attributes:
-        launch_on: When its buckets are launched.
-        communicates: Whether they are.
-        seen: For each parameter, whether its gradient came.
-        order: The parameters in the order in which their gradients came.
-        pending: For each bucket, how many of its gradients are still to come.
-        staged: For each bucket, whether its contents are in place.
-        end: The end of its backward; None before the first gradient.
-        nonfinite: Parameters whose local gradient is not finite (with ``check=True``).
-    """
-
-    def __init__(
-        self, buckets: Sequence[Bucket], count: int, launch_on: LaunchOn, communicates: bool
-    ) -> None:
-        self.launch_on = launch_on
-        self.communicates = communicates
-        self.seen = [False] * count
-        self.order: list[int] = []
-        self.pending = [len(bucket.params) for bucket in buckets]
-        self.staged = [False] * len(buckets)
-        self.end: EndOfBackward | None = None
-        self.nonfinite: list[int] = []
+if TYPE_CHECKING:
+    from bagua_rt.attach.join import Join
 
 
 class Engine:
@@ -109,6 +76,7 @@ class Engine:
         self._stage = state.stage_wanted()
         self._step_is_due = False
         self._step_error: BaguaError | None = None
+        self.join: Join | None = None
         self.plan = self._planned(list(reversed(watch.trainable())))
         self._ready_order = self.plan.order
         self._install()
@@ -121,10 +89,12 @@ class Engine:
         return self.plan.buckets
 
     def _planned(self, order: Sequence[int]) -> Plan:
+        sparse = self._watch.sparse if self.state.source == "gradient" else set()
         return Plan(
             self.names,
             self.params,
             order,
+            sparse,
             cap_bytes=self._options.cap_bytes,
             first_cap_bytes=self._options.first_cap_bytes,
             alignment=self.state.alignment(),
@@ -133,8 +103,21 @@ class Engine:
 
     def _install(self) -> None:
         self._gradients = Gradients(self.plan, self._context, self._options)
+        self._sparse = SparseGradients(
+            [self.names[i] for i in self.plan.sparse],
+            [self.params[i] for i in self.plan.sparse],
+            self._context,
+            self._control,
+            self.pipeline,
+        )
         self.state.setup(self.buckets)
         self.pipeline.install(self.state, self.buckets)
+        if self.plan.sparse and self.state.launch_on is not LaunchOn.GRADIENT_READY:
+            raise UsageError(
+                f"the gradient of {self.names[self.plan.sparse[0]]!r} is sparse",
+                expected="dense gradients, for an algorithm that communicates just before the step",
+                fix="build the embedding with sparse=False, or use GradientAllReduce",
+            )
 
     def replan(self, order: Sequence[int]) -> None:
         """Plan anew for gradients that come in `order`; what the algorithm remembers goes along.
@@ -180,7 +163,10 @@ class Engine:
             return
         mine = np.asarray(self._ready_order, dtype=np.int32).tobytes()
         theirs = self._control.broadcast(mine if self._control.rank == 0 else None)
-        self.use_order(np.frombuffer(theirs, dtype=np.int32).tolist())
+        order: list[int] = np.frombuffer(theirs, dtype=np.int32).tolist()
+        now = dict.fromkeys(self.plan.order)  # frozen or unfrozen since that generation
+        known = set(order)
+        self.use_order([*(i for i in order if i in now), *(i for i in now if i not in known)])
 
     def _follow_the_model(self) -> None:
         """Parameters may have been frozen, unfrozen or tied since; anything else is an error on all ranks."""
@@ -201,18 +187,35 @@ class Engine:
 
     # ---- a generation -----------------------------------------------------------------------------------
 
-    def on_gradient(self, index: int) -> None:
-        """The gradient of parameter `index` was accumulated."""
-        self.pipeline.raise_failure()
+    @untraced_frame
+    def on_gradient(self, index: int, _: torch.Tensor) -> None:
+        """The gradient of parameter `index` was accumulated. Hot: all but the first and last only count."""
+        if self.pipeline.failure is not None:
+            self.pipeline.raise_failure()
         if not self.is_synchronised:
             self._unsynchronised.add(index)
             return
         generation = self._generation
-        if generation is None or (generation.end is not None and generation.end.is_lost):
-            self.give_up_lost_backward()
-            generation = self._open()
-        if generation.end is None:
-            generation.end = EndOfBackward(self._end)
+        if generation is None or generation.end is None or generation.end.callback() is None:
+            generation = self._begin_backward()
+        bucket = self.plan.bucket_of[index]
+        if generation.seen[index] or bucket < 0:
+            self._accept_without_bucket(generation, index)
+        generation.seen[index] = True
+        generation.order.append(index)
+        if bucket >= 0:
+            generation.pending[bucket] -= 1
+            if not generation.pending[bucket] and generation.launches_in_backward:
+                self._stage_bucket(generation, bucket)
+
+    @untraced
+    def _begin_backward(self) -> Generation:
+        self.give_up_lost_backward()
+        generation = self._generation or self._open()
+        generation.end = EndOfBackward(self._end)
+        return generation
+
+    def _accept_without_bucket(self, generation: Generation, index: int) -> None:
         if generation.seen[index]:
             raise UsageError(
                 f"the gradient of {self.names[index]!r} came twice in one backward",
@@ -220,24 +223,16 @@ class Engine:
                 got="a second one, as reentrant activation checkpoints give for a parameter used twice",
                 fix="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             )
-        bucket = self.plan.bucket_of[index]
-        if bucket < 0:
+        if index not in self.plan.sparse:
             raise UsageError(
                 f"{self.names[index]!r} got a gradient, but it was frozen when the backward began",
                 expected="requires_grad to change between steps",
                 fix="unfreeze it before the model's forward, on every rank",
             )
-        generation.seen[index] = True
-        generation.order.append(index)
-        generation.pending[bucket] -= 1
-        if (
-            not generation.pending[bucket]
-            and generation.communicates
-            and generation.launch_on is LaunchOn.GRADIENT_READY
-        ):
-            self._stage_bucket(generation, bucket)
 
     def _open(self) -> Generation:
+        if self.join is not None:
+            self.join.announce()
         self.settle()
         self._follow_the_model()
         self._adopt_ready_order()
@@ -247,6 +242,7 @@ class Engine:
         self._step_is_due = False
         communicates = self.state.begin_generation(self.generations)
         generation = Generation(self.buckets, len(self.params), self.state.launch_on, communicates)
+        generation.versions = [self.params[i]._version for i in self.plan.order]
         self._generation = generation
         if communicates and generation.launch_on is not LaunchOn.STEP_PRE:
             self.pipeline.begin()
@@ -254,43 +250,73 @@ class Engine:
                 self._stage_rest(generation)
         return generation
 
+    @untraced
     def _stage_bucket(self, generation: Generation, index: int) -> None:
-        generation.staged[index] = True
         generation.nonfinite += self._gradients.stage(self.state, index, generation.seen)
         self.pipeline.ready(index)
+        generation.staged[index] = True
 
     def _stage_rest(self, generation: Generation) -> None:
         for index, staged in enumerate(generation.staged):
             if not staged:
                 self._stage_bucket(generation, index)
 
+    @untraced
     def _end(self) -> None:
         """The backward has computed all its gradients."""
         generation = self._generation
         if generation is None:
             raise InternalError("a backward ended outside of a generation")
         missing = self._missing(generation)
-        launches = generation.communicates and generation.launch_on is LaunchOn.GRADIENT_READY
-        if launches:
-            self._stage_rest(generation)
-        is_local = generation.launch_on is LaunchOn.STEP_PRE and self.state.source == "gradient"
-        nonfinite = bool(generation.nonfinite) or (is_local and not self._gradients.are_finite())
-        ledger = self._control.launch_max(pack(self._entry(missing, nonfinite=nonfinite)))
-        if launches:
-            self.pipeline.wait(lambda: self._look_into(ledger))
-        result = self._read(ledger)
+        result = self._complete(generation, missing)
         unseen = (i for i in self.plan.order if not generation.seen[i])
         self._ready_order = (*generation.order, *unseen)
         self._close_generation()
-        self._judge(result, missing, generation)
+        try:
+            self._judge(result, missing, generation)
+        except BaguaError as error:
+            self._step_error = error
+            self.state.rollback()
+            if self._control.failure is not None:
+                self.pipeline.fail(error)
+            raise
         unused = frozenset(result.missing_everywhere)
-        if launches:
-            self._gradients.expose(unused)
+        if generation.launches_in_backward:
+            self._gradients.expose(unused, self._correction())
             self.state.commit()
-        if is_local and result.any_nonfinite:
-            self._gradients.make_nonfinite()
-        self._step_is_due = generation.communicates and generation.launch_on is LaunchOn.STEP_PRE
+        elif self.state.source == "gradient":
+            if result.any_nonfinite:
+                self._gradients.make_nonfinite()
+            self._step_is_due = generation.communicates
         self.state.after_backward(frozenset(self.params[i] for i in unused))
+
+    def _complete(self, generation: Generation, missing: Sequence[bool]) -> LedgerResult:
+        """Launch what is left, and the ledger beside it; wait for both."""
+        launches = generation.launches_in_backward
+        if launches:
+            self._stage_rest(generation)
+        nonfinite = bool(generation.nonfinite)
+        if generation.launch_on is LaunchOn.STEP_PRE and self.state.source == "gradient":
+            nonfinite = not self._gradients.are_finite()
+        with self._fatal():
+            ledger = self._control.launch_max(pack(self._entry(missing, nonfinite=nonfinite)))
+            if self.plan.sparse:
+                self._sparse.add_up(self.state.scale)
+            if launches:
+                self.pipeline.wait(lambda: self._look_into(ledger))
+            return self._read(ledger)
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """An error in here leaves the ranks in different places: it ends the attachment on all of them."""
+        try:
+            yield
+        except BaguaError as error:
+            self.pipeline.fail(error)
+            raise
+
+    def _correction(self) -> float:
+        return 1.0 if self.join is None else self.join.correction
 
     def _missing(self, generation: Generation) -> list[bool]:
         missing = [False] * len(self.params)
@@ -301,7 +327,12 @@ class Engine:
         return missing
 
     def _entry(
-        self, missing: Sequence[bool], *, nonfinite: bool = False, aborted: bool = False
+        self,
+        missing: Sequence[bool],
+        *,
+        nonfinite: bool = False,
+        aborted: bool = False,
+        finished: bool = False,
     ) -> LedgerEntry:
         return LedgerEntry(
             generation=self.generations,
@@ -310,7 +341,7 @@ class Engine:
             missing=missing,
             aborted=aborted,
             nonfinite=nonfinite,
-            finished=False,
+            finished=finished,
         )
 
     def _look_into(self, ledger: PendingMax) -> None:
@@ -319,12 +350,8 @@ class Engine:
             verdict.raise_if_out_of_step(unpack(ledger.wait()))
 
     def _read(self, ledger: PendingMax) -> LedgerResult:
-        try:
-            result = unpack(ledger.wait())
-            verdict.raise_if_out_of_step(result)
-        except BaguaError as error:
-            self.pipeline.fail(error)
-            raise
+        result = unpack(ledger.wait())
+        verdict.raise_if_out_of_step(result)
         return result
 
     def _close_generation(self) -> None:
@@ -333,16 +360,24 @@ class Engine:
         self.generations += 1
 
     def _judge(self, result: LedgerResult, missing: Sequence[bool], generation: Generation) -> None:
-        try:
-            verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
-            if self._options.check:
-                mine = [self.names[i] for i in generation.nonfinite]
-                verdict.raise_if_not_finite(result, self._control, mine)
-            if not self._options.find_unused_parameters:
-                verdict.raise_if_unused(result, self._control, self.names, missing)
-        except BaguaError as error:
-            self._step_error = error
-            raise
+        verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
+        if self._options.check:
+            mine = [self.names[i] for i in generation.nonfinite]
+            verdict.raise_if_not_finite(result, self._control, mine)
+        if not self._options.find_unused_parameters:
+            verdict.raise_if_unused(result, self._control, self.names, missing)
+        self._refuse_moved_weights(generation)
+
+    def _refuse_moved_weights(self, generation: Generation) -> None:
+        """A step inside of backward (in a user's gradient hook) moves by local gradients, unnoticed."""
+        for i, version in zip(self.plan.order, generation.versions, strict=True):
+            if self.params[i]._version != version:
+                raise UsageError(
+                    f"{self.names[i]!r} was changed while backward ran",
+                    expected="weights that stay as they are until the gradients are synchronised",
+                    got="a change in place, as an optimizer makes that steps in a gradient hook",
+                    fix="step after backward(); the replicas may differ now",
+                )
 
     def give_up_lost_backward(self) -> None:
         """If the backward of the open generation raised, see the generation through with all ranks.
@@ -352,21 +387,11 @@ class Engine:
         generation = self._generation
         if generation is None or generation.end is None or self.pipeline.failure is not None:
             return
-        if is_running() and not generation.end.is_lost:
+        if is_running() and generation.end.callback() is not None:
             return
-        launches = generation.communicates and generation.launch_on is LaunchOn.GRADIENT_READY
-        if launches:
-            for index, staged in enumerate(generation.staged):
-                if not staged:
-                    self.buckets[index].flat.zero_()
-                    self.pipeline.ready(index)
-        nothing_missing = [False] * len(self.params)
-        ledger = self._control.launch_max(pack(self._entry(nothing_missing, aborted=True)))
-        if launches:
-            self.pipeline.wait(lambda: self._look_into(ledger))
-            self.state.rollback()
-        result = self._read(ledger)
+        result = self._complete_with_zeros(generation, aborted=True)
         self._close_generation()
+        self.state.rollback()
         self._step_error = UsageError(
             "optimizer.step() after a backward that raised",
             expected="a backward that ran to its end",
@@ -375,8 +400,34 @@ class Engine:
         )
         verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=True)
 
+    def shadow_generation(self) -> None:
+        """Go through a generation of the other ranks with nothing to add: this rank has no more data."""
+        generation = self._open()
+        result = self._complete_with_zeros(generation, finished=True)
+        self._close_generation()
+        verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
+        self.state.commit()
+
+    def _complete_with_zeros(
+        self, generation: Generation, *, aborted: bool = False, finished: bool = False
+    ) -> LedgerResult:
+        launches = generation.launches_in_backward
+        for index, staged in enumerate(generation.staged):
+            if launches and not staged:
+                self.buckets[index].flat.zero_()
+                self.pipeline.ready(index)
+        with self._fatal():
+            nothing = [False] * len(self.params)
+            ledger = self._control.launch_max(pack(self._entry(nothing, aborted=aborted, finished=finished)))
+            if self.plan.sparse:
+                self._sparse.add_nothing()
+            if launches:
+                self.pipeline.wait(lambda: self._look_into(ledger))
+            return self._read(ledger)
+
     # ---- forward and step -------------------------------------------------------------------------------
 
+    @untraced
     def on_forward(self, training: bool) -> None:
         """The attached module's own forward is about to run, outside of a backward."""
         self.pipeline.raise_failure()
@@ -398,6 +449,7 @@ class Engine:
             self.pipeline.wait()
             self.state.commit()
 
+    @untraced
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The commit gate: nothing moves unless the gradients are agreed and the communication is complete.
 
@@ -406,6 +458,13 @@ class Engine:
             BaguaError: what ended the generation, or the attachment.
         """
         self.pipeline.raise_failure()
+        if is_running():
+            raise UsageError(
+                "optimizer.step() inside of a backward",
+                expected="a step after backward(), when all gradients are synchronised",
+                got="a step in a gradient hook, which would move by local gradients",
+                fix="step after backward()",
+            )
         self.give_up_lost_backward()
         if self._step_error is not None:
             raise self._step_error

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
+from bagua_rt.attach.generation import Options
 from bagua_rt.attach.plan import Plan
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
-
-if TYPE_CHECKING:
-    from bagua_rt.attach.engine import Options
 
 
 class Gradients:
@@ -69,9 +66,12 @@ class Gradients:
             return []
         return [members[i] for i in present if not bool(torch.isfinite(bucket.views[i]).all())]
 
-    def expose(self, unused: Collection[int]) -> None:
-        """Let ``.grad`` be the communicated gradient; for parameters in `unused`, what it was before."""
+    def expose(self, unused: Collection[int], correction: float) -> None:
+        """Let ``.grad`` be the communicated gradient, times `correction`; for `unused`, what it was."""
         compute = self._context.device.compute_stream()
+        if correction != 1.0:
+            for bucket in self._buckets:
+                bucket.flat.mul_(correction)
         for bucket, members in zip(self._buckets, self._members, strict=True):
             grads: list[torch.Tensor] = []
             views: list[torch.Tensor] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +61,13 @@ def attachment_of(module: nn.Module) -> object:
 _MARK = "_bagua_rt_attachment"
 
 
+def is_attached(param: torch.Tensor) -> bool:
+    """Does an attachment listen to the gradients of `param`?"""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in hooks.values())
+    return any(isinstance(owner, Engine) for owner in owners)
+
+
 class Hooks:
     """Everything that an attachment has installed in a model and its optimizers."""
 
@@ -76,7 +84,7 @@ class Hooks:
                 continue
             self._hooked.add(index)
             param = engine.params[index]
-            hook = Hook(lambda _, index=index: engine.on_gradient(index))
+            hook = partial(engine.on_gradient, index)  # torch itself leaves it out of copies and pickles
             self._removables.append(param.register_post_accumulate_grad_hook(hook))
 
     def install_on_module(self, module: nn.Module, before_forward: Callable[[bool], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -16,6 +16,7 @@ class Plan:
         names: The names of all parameters that were attached, frozen ones too.
         params: These parameters.
         order: Indices of those that take part, in the order in which their gradients become ready.
+        sparse: Ids of parameters whose gradients are sparse; they take part, but in no bucket.
         cap_bytes: Most bytes in a bucket.
         first_cap_bytes: Most bytes in the first.
         alignment: What flat buffers are padded to, in elements.
@@ -24,7 +25,8 @@ class Plan:
     Attributes:
         buckets: The buckets, in launch order.
         members: For each bucket, the indices of its parameters.
-        bucket_of: For each parameter, its bucket; -1 where it takes no part.
+        sparse: Indices of the parameters whose gradients are sparse, ascending.
+        bucket_of: For each parameter, its bucket; -1 where it is in none.
         digest: 8 bytes that ranks compare.
     """
 
@@ -33,6 +35,7 @@ class Plan:
         names: Sequence[str],
         params: Sequence[nn.Parameter],
         order: Sequence[int],
+        sparse: Collection[int],
         *,
         cap_bytes: int,
         first_cap_bytes: int,
@@ -40,8 +43,10 @@ class Plan:
         lanes: int,
     ) -> None:
         self.order = tuple(order)
+        self.sparse = tuple(sorted(i for i in order if id(params[i]) in sparse))
+        dense = [i for i in order if id(params[i]) not in sparse]
         plans = plan_buckets(
-            [ParameterSpec.of(names[i], params[i]) for i in order],
+            [ParameterSpec.of(names[i], params[i]) for i in dense],
             cap_bytes=cap_bytes,
             first_cap_bytes=first_cap_bytes,
             alignment=alignment,
@@ -57,7 +62,7 @@ class Plan:
         for bucket, members in enumerate(self.members):
             for i in members:
                 self.bucket_of[i] = bucket
-        self.digest = plan_digest(plans)
+        self.digest = plan_digest(plans, extra=repr(self.sparse))
 
     def release_gradients(self) -> None:
         """Give every parameter whose gradient lives in a bucket a gradient of its own."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from bagua_rt.attach.sparse import sparse_parameters
 from bagua_rt.errors import UsageError
 
 
@@ -19,6 +20,9 @@ class ParameterWatch:
         model: The model.
         params: What was attached, trainable and frozen, by name.
         ignored: Names that were left out.
+
+    Attributes:
+        sparse: Ids of the parameters whose gradients are sparse.
     """
 
     def __init__(self, model: nn.Module, params: dict[str, nn.Parameter], ignored: tuple[str, ...]) -> None:
@@ -27,6 +31,7 @@ class ParameterWatch:
         self._params = list(params.values())
         self._kinds = [(param.dtype, param.device) for param in self._params]
         self._ignored = frozenset(ignored)
+        self.sparse = sparse_parameters(model)
         self._remember()
 
     def _remember(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from bagua_rt.backends import _nccl_functions as c
 from bagua_rt.backends._nccl_comm import NcclComm
@@ -52,9 +52,17 @@ class Nccl:
     def __init__(self, library: NcclLibrary | str | Path | None = None) -> None:
         self.library = library if isinstance(library, NcclLibrary) else find_nccl(library)
         self.functions: NcclFunctions = bind(self.library)
+        self._untyped: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         return f"<Nccl: {self.library}>"
+
+    def untyped(self, name: str) -> Any:
+        """The function `name`, for arguments that `_nccl_functions.convert` made."""
+        function = self._untyped.get(name)
+        if function is None:
+            function = self._untyped[name] = c.untyped(self.library, name)
+        return function
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────
     def check(self, function: str, status: int) -> None:

@@ -4,7 +4,9 @@
     ncclGroupStart can't be taken back: ncclGroupEnd submits what was called between. So the calls of a group
     are collected here, arguments converted, and made only when its body has ended without an exception.
     NCCL drops a group of which one call failed; where an interrupt cuts the making of the calls short, a
-    call that is bound to fail (no communicator) cancels the rest in the same way.
+    call that is bound to fail (no communicator) cancels the rest in the same way. (NCCL's user guide has a
+    group go on after ncclInvalidArgument. Its source, 2.27 to 2.30, does not, nor does the installed library:
+    tests/test_nccl_binding.py.)
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class PreparedCalls:
 
     def _add(self, name: str, arguments: tuple[int, ...]) -> None:
         converted = c.convert(name, arguments)
-        self._calls.append((name, functools.partial(c.untyped(self._comm.nccl.library, name), *converted)))
+        self._calls.append((name, functools.partial(self._comm.nccl.untyped(name), *converted)))
 
     def _finish(self) -> None:
         if len(self._calls) == 1:
@@ -153,13 +155,23 @@ class Operations:
         blocking: Does a call return only when it has launched?
     """
 
-    def __init__(self, nccl: Nccl, handle: int, rank: int, nranks: int, *, blocking: bool) -> None:
+    def __init__(
+        self,
+        nccl: Nccl,
+        handle: int,
+        rank: int,
+        nranks: int,
+        *,
+        blocking: bool,
+        lock: threading.Lock | None = None,
+    ) -> None:
         self.nccl = nccl
         self.rank = rank
         self.nranks = nranks
         self.blocking = blocking
         self._handle = handle
-        self._lock = threading.Lock()  # held in every call: [Note: one thread in NCCL] in _nccl_comm.py
+        # Held in every call: [Note: one thread in NCCL] in _nccl_comm.py.
+        self._lock = threading.Lock() if lock is None else lock
         self._refusal: str | None = None if blocking else IN_PROGRESS  # why no operation is taken
         self._collecting: PreparedCalls | None = None
         self._all_reduce = nccl.functions.ncclAllReduce

@@ -6,7 +6,10 @@ Addresses, streams and handles are plain ints here; cuda.py knows tensors.
     A communicator is no place for two threads, and ncclCommAbort least of all: it frees what a thread inside
     another call still reads. Each call on a communicator holds its lock, so `NcclComm.abort` first refuses
     further calls, then waits for the lock with a deadline, and then aborts. A call that never comes back
-    (on a blocking communicator) makes abort raise, and the communicator must be leaked.
+    (on a blocking communicator) makes abort raise, and the communicator must be leaked. The communicators
+    that `split` and `shrink` make share their parent's lock, as they may share its resources. NCCL does not
+    allow two threads to issue on two communicators of one device either: one thread issues, and no lock here
+    makes up for a second one.
 
 [Note: NCCL in progress]
     A non-blocking communicator may answer ncclInProgress: the call goes on in a thread of NCCL's. Until
@@ -14,8 +17,8 @@ Addresses, streams and handles are plain ints here; cuda.py knows tensors.
     enqueued that is meant to come after it: an event recorded now would be complete before the collective
     has begun. Such a call returns False, everything but `poll`, `wait_ready`, `close` and `abort` is refused,
     and `wait_ready` ends that state. An error that shows up only then is raised there, and refuses what
-    follows. In NCCL's source (2.30.7, group.cc) *every* launch of a non-blocking communicator goes this way,
-    each in a new thread.
+    follows; on a non-blocking communicator even a wrong argument is such an error. In NCCL's source (2.30.7,
+    group.cc) *every* launch of a non-blocking communicator goes this way, each in a new thread.
 """
 
 from __future__ import annotations
@@ -272,7 +275,7 @@ class NcclComm(Operations):
         if not child.value:
             return None
         blocking = bool(options.get("blocking", self.blocking))
-        made = NcclComm(self.nccl, child.value, -1, 0, blocking=blocking)
+        made = NcclComm(self.nccl, child.value, -1, 0, blocking=blocking, lock=self._lock)
         made.wait_ready(timeout_s)
         made.rank, made.nranks = made.query("ncclCommUserRank"), made.query("ncclCommCount")
         return made

@@ -15,7 +15,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -195,6 +197,8 @@ class Lane:
                 return False
             self._current = None
             self._poison[owner] = error
+            if self._thread is not None:
+                _ABANDONED[:] = [thread for thread in (*_ABANDONED, self._thread) if thread.is_alive()]
             self._start()
         task.event.complete(error, error, owner)
         return True
@@ -412,6 +416,7 @@ def lane_event(event: backend.Event) -> LaneEvent:
 
 
 _LIVE_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+_ABANDONED: list[threading.Thread] = []
 
 
 def _disown_lanes() -> None:
@@ -419,4 +424,24 @@ def _disown_lanes() -> None:
         lane.disown()
 
 
+def _let_stuck_threads_sleep() -> None:
+    """Keep the exit code when an operation ends while the interpreter is being torn down.
+
+    [Note: exit with an operation pending]
+        When both ranks exit, the first one's sockets close while the other is in Py_Finalize. The lane's
+        thread there comes back from gloo, asks for the GIL, and is ended by CPython (before 3.14) with
+        pthread_exit, whose unwinding meets torch's C++ frames: std::terminate, SIGABRT, and the exit code
+        is lost. A terminate handler that sleeps lets that thread hang instead, until the process is gone.
+        It is installed only here, at the very end, and only when a thread is inside an operation.
+    """
+    busy = [lane.doing for lane in list(_LIVE_LANES) if lane.doing]
+    if not busy and not any(thread.is_alive() for thread in _ABANDONED):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C++ runtime: nothing to be done
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+        set_terminate.argtypes, set_terminate.restype = [ctypes.c_void_p], ctypes.c_void_p
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+
+
 os.register_at_fork(after_in_child=_disown_lanes)
+atexit.register(_let_stuck_threads_sleep)

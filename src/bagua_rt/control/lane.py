@@ -254,6 +254,11 @@ class Control:
         self._outstanding = pending
         self.failures.close()
 
+    @property
+    def failure(self) -> BaguaError | None:
+        """What made this lane unusable, if something did."""
+        return self._failure
+
     def _check(self) -> None:
         if self._is_closed:
             raise ClosedError(f"the control lane {self.name} is closed")

@@ -88,6 +88,8 @@ def pack(entry: LedgerEntry) -> torch.Tensor:
     both = np.empty(2 * own.size, dtype=np.uint8)
     both[: own.size] = own
     np.subtract(255, own, out=both[own.size :])
+    if entry.finished:  # neutral: a rank without data says nothing about who lacks a gradient
+        both[_HEAD : own.size] = both[own.size + _HEAD :] = 0
     return torch.from_numpy(both)
 
 

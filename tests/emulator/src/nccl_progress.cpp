@@ -84,7 +84,8 @@ private:
         std::vector<std::vector<char>> parts;  // one of each rank
     };
 
-    Header header_of(const Call& call) const {
+    // What both sides must agree on, with `bytes` of data behind it.
+    Header header_of(const Call& call, size_t bytes) const {
         Header h;
         // A send and its recv carry the same header.
         h.kind = static_cast<int>(call.kind == Kind::recv ? Kind::send : call.kind);
@@ -92,18 +93,28 @@ private:
         h.op = call.reduction.op;
         h.root = has_root(call.kind) ? call.peer : -1;
         h.count = call.count;
-        h.bytes = call.bytes();
+        h.bytes = bytes;
         return h;
     }
 
     void send(int peer, const Call& call, const char* data) {
-        peers_[peer].out.push_back({header_of(call), data, 0});
+        peers_[peer].out.push_back({header_of(call, call.bytes()), data, 0});
     }
     void receive(int peer, const Call& call, char* data) {
+        expect(peer, header_of(call, call.bytes()), data);
+    }
+    void expect(int peer, const Header& header, char* data) {
         Receiving receiving;
-        receiving.expected = header_of(call);
+        receiving.expected = header;
         receiving.data = data;
         peers_[peer].in.push_back(receiving);
+    }
+    // Every rank states every collective to every other, also where no data goes: two ranks that
+    // both think to be the root of a broadcast would otherwise only wait.
+    void announce(int peer, const Call& call) {
+        if (call.kind == Kind::send || call.kind == Kind::recv) return;
+        peers_[peer].out.push_back({header_of(call, 0), nullptr, 0});
+        expect(peer, header_of(call, 0), nullptr);
     }
 
     bool reduces_here(const Call& call) const {
@@ -119,6 +130,7 @@ private:
             reducing_.push_back({&call, std::vector<std::vector<char>>(comm_->ranks)});
         for (int peer = 0; peer < comm_->ranks; peer++) {
             if (peer == me) continue;
+            announce(peer, call);
             if (reduces_here(call)) {
                 auto& part = reducing_.back().parts[peer];
                 part.resize(bytes);
@@ -189,7 +201,18 @@ private:
                 gone = true;
             }
             if (!gone && events & POLLOUT) send_some(ranks[i], gone);
+            if (gone && !read_the_rest(ranks[i])) return false;
             if (gone && !lose(ranks[i])) return false;
+        }
+        return true;
+    }
+
+    // What a peer sent before it went may explain why it went. False: as receive_some.
+    bool read_the_rest(int rank) {
+        bool gone = false;
+        for (size_t before = received_ + 1; before != received_ && !peers_[rank].in.empty();) {
+            before = received_;
+            if (!receive_some(rank, gone)) return false;
         }
         return true;
     }
@@ -204,17 +227,30 @@ private:
         ssize_t moved = recv(comm_->data[rank], to, left, MSG_DONTWAIT);
         if (moved == 0 || (moved < 0 && errno != EAGAIN && errno != EINTR)) gone = true;
         if (moved <= 0) return true;
+        received_ += static_cast<size_t>(moved);
         r.moved += static_cast<size_t>(moved);
         if (in_header && r.moved >= head && memcmp(&r.got, &r.expected, head) != 0) {
             std::string text = format("mismatched calls: rank %d calls %s where rank %d calls %s",
                                       comm_->rank, describe(r.expected).c_str(), rank,
                                       describe(r.got).c_str());
             emu_report("mismatch", text.c_str());
+            state_own_call(rank);
             fail_group(ncclInternalError, text);
             return false;
         }
         if (r.moved == head + r.expected.bytes) peers_[rank].in.pop_front();
         return true;
+    }
+
+    // So that the other side learns of the mismatch too, before this one is aborted.
+    void state_own_call(int rank) {
+        auto& out = peers_[rank].out;
+        bool gone = false;
+        while (!out.empty() && out.front().moved < sizeof(Header) && !gone && !comm_->stopped) {
+            pollfd poller{comm_->data[rank], POLLOUT, 0};
+            poll(&poller, 1, poll_ms);
+            send_some(rank, gone);
+        }
     }
 
     void send_some(int rank, bool& gone) {
@@ -295,6 +331,7 @@ private:
     std::vector<Call>& calls_;
     std::vector<Peer> peers_;
     std::deque<Reducing> reducing_;
+    size_t received_ = 0;  // bytes, headers included
 };
 
 // ---- one collective at a time on a device (EMU_NCCL_SERIAL=1) --------------------------------

@@ -21,7 +21,10 @@ void append_to_file(const char* kind, const char* text) {
     const char* folder = getenv("EMU_REPORT_DIR");
     if (!folder || !*folder) return;
     std::string path = std::string(folder) + "/" + std::to_string(getpid());
-    std::string line = std::string(kind) + "\t" + text + "\n";
+    std::string line = std::string(kind) + "\t" + text;
+    for (char& c : line)
+        if (c == '\n') c = '|';  // one line for each report
+    line += '\n';
     int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (file < 0) return;
     if (write(file, line.data(), line.size()) < 0) fprintf(stderr, "[emucuda] %s", line.c_str());

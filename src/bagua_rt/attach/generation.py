@@ -1,0 +1,52 @@
+"""What is known of the generation that is open, and what attach() was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bagua_rt.algorithms.base import LaunchOn
+from bagua_rt.attach.backward import EndOfBackward
+from bagua_rt.bucket import Bucket
+
+
+@dataclass(frozen=True)
+class Options:
+    """What attach() was asked for, as far as generations depend on it."""
+
+    cap_bytes: int
+    first_cap_bytes: int
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    check: bool
+
+
+class Generation:
+    """What has happened so far in the generation that is open.
+
+    Attributes:
+        launch_on: When its buckets are launched.
+        communicates: Whether they are.
+        launches_in_backward: Whether they are as their gradients come.
+        seen: For each parameter, whether its gradient came.
+        order: The parameters in the order in which their gradients came.
+        pending: For each bucket, how many of its gradients are still to come.
+        staged: For each bucket, whether its contents are in place.
+        end: The end of its backward; None before the first gradient.
+        nonfinite: Parameters whose local gradient is not finite (with ``check=True``).
+        versions: For each parameter in the plan's order, its version counter when the generation opened.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], count: int, launch_on: LaunchOn, communicates: bool
+    ) -> None:
+        self.launch_on = launch_on
+        self.communicates = communicates
+        self.launches_in_backward = communicates and launch_on is LaunchOn.GRADIENT_READY
+        self.seen = [False] * count
+        self.order: list[int] = []
+        self.pending = [len(bucket.params) for bucket in buckets]
+        self.staged = [False] * len(buckets)
+        self.end: EndOfBackward | None = None
+        self.nonfinite: list[int] = []
+        self.versions: list[int] = []
