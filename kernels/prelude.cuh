@@ -118,8 +118,11 @@ template <int N, class R> DEVICE Vec<R, N> load(const R* p) {
   return *reinterpret_cast<const Vec<R, N>*>(p);
 }
 template <int N, class R> DEVICE void store(R* p, const Vec<R, N>& v) {
-  if constexpr (sizeof v == 16) {  // an instruction: a plain assignment may be split again
+  // By instruction: a plain assignment may be split into elements again.
+  if constexpr (sizeof v == 16) {
     __stwb(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&v));
+  } else if constexpr (sizeof v == 8) {
+    __stwb(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(&v));
   } else {
     *reinterpret_cast<Vec<R, N>*>(p) = v;
   }

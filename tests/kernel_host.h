@@ -19,6 +19,9 @@ struct Dim {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
 static Dim threadIdx, blockIdx, gridDim;
 
 namespace host {
@@ -140,4 +143,4 @@ static inline double __dadd_rn(double a, double b) { return a + b; }
 static inline double __dsub_rn(double a, double b) { return a - b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }
 static inline double __ddiv_rn(double a, double b) { return a / b; }
-static inline void __stwb(uint4* p, uint4 v) { *p = v; }
+template <class V> static inline void __stwb(V* p, V v) { *p = v; }

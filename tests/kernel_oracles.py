@@ -184,4 +184,5 @@ def sign_decode_mean(wire: Bytes) -> NDArray[np.float32]:
     total = np.zeros((wire.shape[1] - 8) * 8, np.float32)
     for row in sign_decode(wire):
         total += row
-    return total / np.float32(len(wire))
+    mean: NDArray[np.float32] = total / np.float32(len(wire))
+    return mean

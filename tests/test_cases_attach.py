@@ -190,9 +190,11 @@ def b04_differs(ctx: RankContext, kind: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_b04_frozen_on_one_rank_only_is_an_error_on_all(pool: RankPool, kind: str) -> None:
-    for [(error, text)] in on(pool, 2, b04_differs, kind):
-        assert error in ("LayoutMismatchError", "UnusedParameterError")
-        assert "b.weight" in text
+    answers = [answer for [answer] in on(pool, 2, b04_differs, kind)]
+    assert "LayoutMismatchError" in {error for error, _ in answers}
+    for error, text in answers:  # the rank that finds it first may tell the other
+        assert error in ("LayoutMismatchError", "PeerError")
+        assert "bucket plan" in text
 
 
 def b07(ctx: RankContext, kind: str, when: str, find_unused: bool = False) -> dict[str, Any]:
@@ -475,8 +477,7 @@ def b20(ctx: RankContext, kind: str) -> list[float | None]:
         wrapped = wrap(kind, model)
         seen = []
         for _ in range(2):
-            for _ in range(3):
-                gc.collect()
+            gc.collect()
             model.zero_grad()
             backward(wrapped, ctx)
             seen += [grad(model.a.weight), grad(model.b.weight)]
@@ -588,7 +589,7 @@ def check_b64(name: str, answers: list[Any], feeds: list[int]) -> None:
         if name in ("all", "shift_one"):
             assert grads == [feeds[rank]] * 3, "gradients stay each rank's own"
         elif name == "onebit_adam":
-            assert grads == [right, feeds[rank], feeds[rank]]
+            assert grads == [pytest.approx(right, rel=1e-6), feeds[rank], feeds[rank]]
             assert weights[0] == pytest.approx(1 - 0.3, abs=0.2)
         else:
             assert grads == [pytest.approx(sum(feeds) if name == "sum" else right, rel=1e-6)] * 3

@@ -141,7 +141,11 @@ def test_copies(
     if source is target:
         own = [torch.empty_like(view) for _, view in pairs]
         gloo().copy_in(sources, own, scale, CALLER)
-        assert all(same_bits(view, mine) for (_, view), mine in zip(pairs, own, strict=True))
+        for (_, view), mine in zip(pairs, own, strict=True):
+            # torch._foreach_mul_ rounds the scale to a 16-bit type first: 2 ulp.
+            rtol = 0.0 if source.itemsize > 2 else 2 * torch.finfo(source).eps
+            tiny = 0.0 if source.itemsize > 2 else torch.finfo(source).smallest_normal * rtol
+            torch.testing.assert_close(view, mine, rtol=rtol, atol=tiny, equal_nan=True)
 
 
 @by_dtype
@@ -284,10 +288,14 @@ def check_bound(values: torch.Tensor, out: torch.Tensor, valid: int) -> None:
             assert not got.isfinite().any()
             continue
         low, high = x.double().min(), x.double().max()
-        largest = torch.maximum(low.abs(), high.abs())
-        ulp = torch.maximum(largest * torch.finfo(x.dtype).eps, torch.tensor(torch.finfo(x.dtype).tiny))
-        worst = (got.double() - x.double()).abs().max()
-        assert worst <= high / 508 - low / 508 + ulp, (float(worst), float(low), float(high))
+        limits, wide_limits = torch.finfo(x.dtype), torch.finfo(torch.promote_types(x.dtype, torch.float32))
+        largest = max(abs(float(low)), abs(float(high)), limits.smallest_normal)
+        # 1.5 ulp: at a tie the roundings of quotient and product meet (kernels/README.md).
+        bound = float(high / 508 - low / 508) + 1.5 * largest * limits.eps
+        if high / 254 - low / 254 < wide_limits.smallest_normal:
+            bound = float(high - low)  # decoded to a constant within the range
+        worst = float((got.double() - x.double()).abs().max())
+        assert worst <= bound, (worst, bound, float(low), float(high))
         assert (got[x == 0] == 0).all()
         if low == high:
             assert (got == x).all()
@@ -375,8 +383,8 @@ def test_sign(
     assert same_bits(out, oracles.narrow(oracles.sign_decode(wire.numpy()), dtype))
     assert same_bits(mean, oracles.narrow(oracles.sign_decode_mean(wire.numpy()), dtype))
     memory.check()
-    if not columns:
-        return
+    if not columns or not (scales < 1e38).all():
+        return  # gloo's way through 2 * scale turns an infinity into NaN
     own_wire, own_out, own_mean = torch.empty_like(wire), torch.empty_like(out), torch.empty_like(mean)
     gloo().sign_decode(wire, own_out, CALLER)
     gloo().sign_decode_mean(wire, own_mean, CALLER)

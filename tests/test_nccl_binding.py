@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import fake_nccl
-from tests.fake_nccl import COMM, UNIQUE_ID, Fake
 from tools import nccl_layouts
 
 from bagua_rt.backends import _nccl_functions as functions
 from bagua_rt.backends._nccl import Nccl, NcclStatusError
 from bagua_rt.backends._nccl_comm import NcclComm
 from bagua_rt.errors import BackendUnavailableError, NcclError, UsageError
+from tests import fake_nccl
+from tests.fake_nccl import COMM, UNIQUE_ID, Fake
 
 TABLE: dict[str, Any] = json.loads(nccl_layouts.TABLE.read_text())
 FLOAT32, BFLOAT16, INT64 = (functions.datatype(name) for name in ("float32", "bfloat16", "int64"))
@@ -288,7 +288,8 @@ class TestGroups:
         assert prepared()  # nothing, and that is launched
         with comm.prepare() as prepared:
             comm.send(SEND, 1, FLOAT32, 0, STREAM)
-            assert not prepared()  # collected like any other call of this thread
+            with pytest.raises(UsageError, match="after the with block"):
+                prepared()
         assert fake.calls() == []
 
     def test_simulate(self, fake: Fake) -> None:

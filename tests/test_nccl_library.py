@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests import fake_nccl
 
 import bagua_rt
 from bagua_rt.backends._nccl_library import version_text
+from tests import fake_nccl
 
 # The child loads the search alone: without bagua_rt's own __init__, and so torch, it starts ten times faster.
 _CHILD = """

@@ -37,14 +37,16 @@ Pools = Callable[[int], "RankPool"]
 def pools() -> Iterator[Pools]:
     from tests.ranks import rank_pools
 
-    for pool_of in rank_pools():
+    made = rank_pools()
+    pool_of = next(made)
 
-        def warm(world_size: int) -> RankPool:
-            pool = pool_of(world_size)
-            pool.run(ready, timeout=110.0)  # imports take their time; what is measured comes after them
-            return pool
+    def warm(world_size: int) -> RankPool:
+        pool = pool_of(world_size)
+        pool.run(ready, timeout=110.0)  # imports take their time; what is measured comes after them
+        return pool
 
-        yield warm
+    yield warm
+    next(made, None)
 
 
 def ready(ctx: RankContext) -> None:

@@ -16,6 +16,8 @@ import bagua_rt
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_", "OMPI_", "MASTER_", "LOCAL_", "COVERAGE")
+LONELY = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 
 def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
@@ -68,6 +70,15 @@ def test_documents_link_to_what_exists() -> None:
     for page in pages:
         for target in re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_code_in_the_readme_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    loader = "def batches(seed):\n    return [torch.randn(8, 32) for _ in range(3)]\n"
+    for block in blocks:
+        env = {**LONELY, "PYTHONPATH": str(ROOT / "src")}
+        run(sys.executable, "-c", f"import torch\n{loader}{block}", cwd=tmp_path, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +137,5 @@ def test_wheel_works_outside_the_repository(wheel: Path, tmp_path: Path) -> None
         "    model(torch.ones(2, 3)).sum().backward(); optimizer.step(); attached.close()\n"
         "assert abs(model.bias.item() - (before - 0.5 * 2)) < 1e-6\n"
     )
-    launchers = ("RANK", "WORLD_SIZE", "SLURM_", "OMPI_", "MASTER_", "LOCAL_", "COVERAGE")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    printed = run(sys.executable, "-c", script, cwd=elsewhere, env={**env, "PYTHONPATH": str(site)})
+    printed = run(sys.executable, "-c", script, cwd=elsewhere, env={**LONELY, "PYTHONPATH": str(site)})
     assert printed.startswith(str(site)), printed

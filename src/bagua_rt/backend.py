@@ -112,7 +112,7 @@ class Device(Protocol):
         """
         ...
 
-    def run(self, stream: Stream, fn: Callable[[], None]) -> None:
+    def run(self, stream: Stream, fn: Callable[[], object]) -> None:
         """Queue the torch operations of `fn` on `stream`. They may not synchronise."""
         ...
 

@@ -125,18 +125,21 @@ def plan_buckets(
     """
     closed: list[tuple[int, list[ParameterSpec]]] = []
     open_buckets: dict[tuple[torch.dtype, str], list[ParameterSpec]] = {}
+    open_bytes: dict[tuple[torch.dtype, str], int] = {}
     last_position: dict[tuple[torch.dtype, str], int] = {}
 
     def close(key: tuple[torch.dtype, str]) -> None:
+        open_bytes.pop(key, None)
         if members := open_buckets.pop(key, []):
             closed.append((last_position[key], members))
 
     for position, spec in enumerate(specs):
         key = (spec.dtype, spec.device)
         cap = cap_bytes if closed else min(first_cap_bytes, cap_bytes)
-        if sum(member.nbytes for member in open_buckets.get(key, ())) + spec.nbytes > cap:
+        if open_bytes.get(key, 0) + spec.nbytes > cap:
             close(key)
         open_buckets.setdefault(key, []).append(spec)
+        open_bytes[key] = open_bytes.get(key, 0) + spec.nbytes
         last_position[key] = position
         if spec.nbytes > cap:
             close(key)

@@ -15,20 +15,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from functools import partial
+from queue import Empty, SimpleQueue
 
 from bagua_rt.algorithms.base import AlgorithmState
 from bagua_rt.backend import Device, Event, Stream
 from bagua_rt.bucket import Bucket
-from bagua_rt.control import FailureBoard
-from bagua_rt.errors import BaguaError, ClosedError, CollectiveTimeoutError, InternalError, PeerError
+from bagua_rt.control import Control, Patience
+from bagua_rt.errors import BaguaError, ClosedError, CollectiveError, InternalError
 from bagua_rt.launch_order import LaunchOrder
 from bagua_rt.process_group import Communicators
 
 _log = logging.getLogger("bagua_rt")
 
 _POLL_S = 0.2
-"""How often a waiting rank looks whether another rank has failed."""
+"""How often a waiting rank looks whether another rank has failed, and a loop whether it was asked."""
 
 _quarantine: list[object] = []
 """Memory that an abandoned collective may still write to: never reused, so never freed."""
@@ -39,9 +40,11 @@ class EventLoop:
 
     Args:
         name: The thread's name.
+        now_and_then: Called a few times a second as well, busy or idle.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, now_and_then: Callable[[], None]) -> None:
+        self._now_and_then = now_and_then
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_closed = False
@@ -65,13 +68,24 @@ class EventLoop:
             self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        while (callback := self._inbox.get()) is not None:
+        due = time.monotonic() + _POLL_S
+        while True:
             try:
-                callback()
-            except Exception:
-                # Callbacks report their own errors to whoever waits for them; one that doesn't is a defect.
-                _log.exception("a callback on the event loop raised")
-            del callback  # nothing lives on because the loop is idle
+                callback = self._inbox.get(timeout=max(0.0, due - time.monotonic()))
+                if callback is None:
+                    return
+                self._guarded(callback)
+                del callback  # nothing lives on because the loop is idle
+            except Empty:
+                self._guarded(self._now_and_then)
+                due = time.monotonic() + _POLL_S
+
+    def _guarded(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:
+            # Callbacks report their own errors to whoever waits for them; one that doesn't is a defect.
+            _log.exception("a callback on the event loop raised")
 
 
 class Round:
@@ -108,9 +122,8 @@ class Pipeline:
         loop: The event loop.
         device: Streams and events.
         communicators: The attachment's own.
-        board: Where failures of any rank are posted.
+        control: The attachment's control lane: deadlines, and failures of other ranks.
         name: The attachment's name, for error texts.
-        timeout_s: Deadline of every wait.
     """
 
     def __init__(
@@ -118,16 +131,14 @@ class Pipeline:
         loop: EventLoop,
         device: Device,
         communicators: Communicators,
-        board: FailureBoard,
+        control: Control,
         name: str,
-        timeout_s: float,
     ) -> None:
         self._loop = loop
         self._device = device
         self._communicators = communicators
-        self._board = board
+        self._control = control
         self._name = name
-        self._timeout_s = timeout_s
         self._state: AlgorithmState | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._order = LaunchOrder(())
@@ -216,56 +227,52 @@ class Pipeline:
             self.on_round_complete(round_, began, ended)
 
     def _wait_for(self, round_: Round, while_waiting: Callable[[], None] | None) -> None:
-        began = time.monotonic()
+        patience = self._control.patience(lambda: self._where(round_))
 
         def sliced(wait: Callable[[float], bool]) -> None:
-            while not wait(min(_POLL_S, max(0.0, began + self._timeout_s - time.monotonic()))):
-                self._look_around(round_, began)
+            while not wait(min(_POLL_S, patience.left_s)):
+                patience.look()
                 if while_waiting is not None:
                     while_waiting()
 
         sliced(round_.launched.wait)
         if round_.error is not None:
-            raise self._described(round_, round_.error) from round_.error
+            raise self._described(round_, round_.error, patience) from round_.error
         compute = self._device.compute_stream()
         for done in round_.done:
             if done is None:
                 raise InternalError("a bucket was not launched though its round was complete")
             if self._device.host_is_compute:
-                sliced(lambda slice_s, event=done: self._is_complete(round_, event, slice_s))  # type: ignore[misc]
+                sliced(partial(self._is_complete, round_, done, patience))
             self._device.wait(compute, done)
 
-    def _is_complete(self, round_: Round, event: Event, slice_s: float) -> bool:
+    def _is_complete(self, round_: Round, event: Event, patience: Patience, slice_s: float) -> bool:
         try:
             self._device.synchronize(event, slice_s)
         except Exception as error:
             if not self._device.query(event):
                 return False
-            raise self._described(round_, error) from error
+            raise self._described(round_, error, patience) from error
         return True
 
-    def _look_around(self, round_: Round, began: float) -> None:
-        if (text := self._board.poll()) is not None:
-            raise PeerError(f"another rank failed while {self._where(round_)}", got=text)
-        if time.monotonic() - began >= self._timeout_s:
-            raise CollectiveTimeoutError(
-                f"the deadline of {self._timeout_s:g} s passed while {self._where(round_)}",
-                expected="all ranks to take part in the round",
-                fix="look for a rank that is late, stopped, or runs other code; timeout_s of init() sets it",
-            )
-
-    def _described(self, round_: Round, error: Exception) -> BaguaError:
+    def _described(self, round_: Round, error: Exception, patience: Patience) -> BaguaError:
         kind = type(error) if isinstance(error, BaguaError) else InternalError
-        return kind(f"{self._where(round_)}: {error}")
+        if not isinstance(error, CollectiveError):
+            return kind(f"{self._where(round_)}: {error}")
+        self._post(error)  # the others need not wait until this rank has asked around
+        return kind(self._where(round_), got="; ".join(filter(None, [patience.who_is_there(), str(error)])))
 
     def _where(self, round_: Round) -> str:
         buckets = () if round_.purpose else zip(self._buckets, round_.done, strict=True)
-        pending = [bucket for bucket, done in buckets if done is None or not self._device.query(done)]
+        pending = [bucket for bucket, done in buckets if done is None or not self._is_good(done)]
         texts = [f"bucket {bucket.index} ({_some(bucket.plan.names)})" for bucket in pending[:4]]
         texts += [f"{len(pending) - 4} more"] if len(pending) > 4 else []
         rank, world_size = self._communicators.world.rank, self._communicators.world.world_size
         what = round_.purpose or ", ".join(texts) or "no bucket"
         return f"rank {rank} of {world_size} waited in round {round_.number} of {self._name} for {what}"
+
+    def _is_good(self, event: Event) -> bool:
+        return self._device.query(event) and event.error is None
 
     def call(self, purpose: str, queue: Callable[[Stream], object]) -> None:
         """Let the loop call `queue` with lane 0, and wait until what it queued there is complete.
@@ -302,12 +309,16 @@ class Pipeline:
         if self.failure is not None:
             return
         self.failure = error
-        self._board.post(f"rank {self._communicators.world.rank}: {type(error).__name__}: {error}")
+        self._post(error)
         for communicator in self._communicators.each():
             communicator.abort()
         _quarantine.append((self._buckets, self._state))
         if self._state is not None:
             self._state.rollback()
+
+    def _post(self, error: BaseException) -> None:
+        text = f"rank {self._communicators.world.rank}: {type(error).__name__}: {error}"
+        self._control.failures.post(text)
 
     def raise_failure(self) -> None:
         """Raise the error that ended this attachment, if one did."""

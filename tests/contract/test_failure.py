@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bagua_rt.backend import Communicator
+from bagua_rt.backend import Communicator, Work
 from bagua_rt.errors import ClosedError, CollectiveError, CollectiveTimeoutError, PeerError
 from tests.contract.world import world
 from tests.ranks import RankContext, RankDiedError, RankPool
@@ -143,6 +143,26 @@ def closed(ctx: RankContext, backend: str) -> None:
         assert t.item() == 2.0
 
 
+def long_wait(ctx: RankContext, backend: str) -> None:
+    """An operation may take longer than the connect's deadline: nothing but our own waits has one."""
+    with world(ctx, backend, timeout_s=20) as w:
+        comm = w.backend.connect(ctx.store(), w.rank, w.size, "short", w.lanes, timeout_s=2)
+        for k in range(5):
+            w.comm.barrier().wait()
+            if w.rank == 0:
+                time.sleep(2.3)
+            t, wide = w.tensor([1.0, 2.0]), w.tensor([0.0] * 4)
+            calls: list[Callable[[], Work]] = [
+                lambda t=t: comm.all_reduce_(t),  # type: ignore[misc]
+                lambda t=t, wide=wide: comm.all_gather(wide, t),  # type: ignore[misc]
+                lambda t=t, wide=wide: comm.reduce_scatter(t, wide),  # type: ignore[misc]
+                lambda wide=wide: comm.all_to_all(torch.zeros(4), wide),  # type: ignore[misc]
+                lambda t=t: comm.broadcast_(t, 0),  # type: ignore[misc]
+            ]
+            calls[k]().wait(15)
+        comm.close()
+
+
 def first_sends(ctx: RankContext, backend: str) -> None:
     """Two ranks that both send first on one lane wait for each other until the deadline."""
     with world(ctx, backend, timeout_s=10) as w:
@@ -155,7 +175,7 @@ def first_sends(ctx: RankContext, backend: str) -> None:
         w.comm.abort()
 
 
-@pytest.mark.parametrize("fn", [late_peer, abort_goes_on, connect_alone, closed, first_sends])
+@pytest.mark.parametrize("fn", [late_peer, abort_goes_on, connect_alone, closed, long_wait, first_sends])
 def test_failure(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
     pools(2).run(fn, backend)
 

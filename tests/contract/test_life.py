@@ -75,7 +75,7 @@ def in_flight(ctx: RankContext, backend: str) -> None:
     """B66: a tensor that nobody else holds lives until its operation is complete, and no longer."""
     with world(ctx, backend) as w:
         growth = []
-        for k in range(60):
+        for k in range(120):
             t = torch.full((250_000,), float(w.rank + k))
             out = torch.empty_like(t)
             work = w.comm.all_reduce(out, t, "sum", stream=w.lanes[k % 2])
@@ -85,7 +85,7 @@ def in_flight(ctx: RankContext, backend: str) -> None:
             assert out.eq(k * w.size + sum(range(w.size))).all()
             del junk
             growth.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
-        assert growth[-1] - growth[5] < 4_000_000
+        assert growth[-1] - growth[40] < 10_000_000, growth  # the first ones warm malloc up
         t = torch.zeros(10)
         work = w.comm.all_reduce_(t)
         work.wait()
@@ -152,7 +152,8 @@ def eager_close(ctx: RankContext, backend: str) -> None:
         for k in range(25):
             comm = w.backend.connect(ctx.store(), w.rank, w.size, "eager", w.lanes, timeout_s=20)
             t = w.tensor([1.0] * (100_000 if k % 2 else 3))
-            [comm.all_reduce_, comm.broadcast_][k % 2](t).wait()
+            work = comm.broadcast_(t) if k % 2 else comm.all_reduce_(t)
+            work.wait()
             comm.close()
 
 

@@ -13,9 +13,35 @@ from tests.contract.world import World, world
 from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
+Calls = dict[str, tuple[Callable[[], object], str]]
 
 
-def cases(w: World) -> dict[str, tuple[Callable[[], Any], str]]:
+def calls_with(w: World, s: torch.Tensor) -> Calls:
+    """Every operation, once for each argument that `s` could be."""
+    c, n, me, dev = w.comm, w.size, w.rank, w.device.torch_device
+    m, peer = s.numel(), (w.rank + 1) % w.size
+    flat, wide = torch.zeros(m, device=dev), torch.zeros(m * n, device=dev)
+    lists = [torch.zeros(m, device=dev) for _ in range(n)]
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce_": lambda: c.all_reduce_(s),
+        "all_reduce out": lambda: c.all_reduce(s, flat),
+        "all_reduce inp": lambda: c.all_reduce(flat, s),
+        "reduce_": lambda: c.reduce_(s, 0),
+        "broadcast_": lambda: c.broadcast_(s),
+        "all_gather": lambda: c.all_gather(wide, s),
+        "reduce_scatter": lambda: c.reduce_scatter(s, wide),
+        "all_to_all": lambda: c.all_to_all(flat, s),
+        "all_to_all_v": lambda: c.all_to_all_v(lists, [s] * n),
+        "gather": lambda: c.gather(lists if me == 0 else None, s),
+        "scatter": lambda: c.scatter(s, lists if me == 0 else None),
+        "send": lambda: c.send(s, peer),
+        "recv": lambda: c.recv(s, peer),
+        "send_recv": lambda: c.send_recv(s, peer, flat, peer),
+    }
+    return {name: (call, "contiguous") for name, call in calls.items()}
+
+
+def cases(w: World) -> Calls:
     """Calls that can't be right, and a part of the text that each must give."""
     c, n, me, dev = w.comm, w.size, w.rank, w.device.torch_device
     t8 = torch.arange(8.0, device=dev)
@@ -27,28 +53,9 @@ def cases(w: World) -> dict[str, tuple[Callable[[], Any], str]]:
     peer = (me + 1) % n
     op: Any = "mean"
     other = w.device.new_stream("other")
-    strided_calls: dict[str, tuple[Callable[[], Any], str]] = {}
-    for name, s in (("transposed", strided), ("sliced", holes), ("expanded", x[:1].expand(4))):
-        m = s.numel()
-        flat, wide = torch.zeros(m, device=dev), torch.zeros(m * n, device=dev)
-        lists = [torch.zeros(m, device=dev) for _ in range(n)]
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce_": lambda s=s: c.all_reduce_(s),
-            "all_reduce out": lambda s=s, flat=flat: c.all_reduce(s, flat),
-            "all_reduce inp": lambda s=s, flat=flat: c.all_reduce(flat, s),
-            "reduce_": lambda s=s: c.reduce_(s, 0),
-            "broadcast_": lambda s=s: c.broadcast_(s),
-            "all_gather": lambda s=s, wide=wide: c.all_gather(wide, s),
-            "reduce_scatter": lambda s=s, wide=wide: c.reduce_scatter(s, wide),
-            "all_to_all": lambda s=s, flat=flat: c.all_to_all(flat, s),
-            "all_to_all_v": lambda s=s, lists=lists: c.all_to_all_v(lists, [s] * n),
-            "gather": lambda s=s, lists=lists: c.gather(lists if me == 0 else None, s),
-            "scatter": lambda s=s, lists=lists: c.scatter(s, lists if me == 0 else None),
-            "send": lambda s=s: c.send(s, peer),
-            "recv": lambda s=s: c.recv(s, peer),
-            "send_recv": lambda s=s, flat=flat: c.send_recv(s, peer, flat, peer),
-        }
-        strided_calls |= {f"{name} {call}": (fn, "contiguous") for call, fn in calls.items()}
+    strided_calls: Calls = {}
+    for name, bad in (("transposed", strided), ("sliced", holes), ("expanded", x[:1].expand(4))):
+        strided_calls |= {f"{name} {call}": fn for call, fn in calls_with(w, bad).items()}
     return strided_calls | {
         "no tensor": (lambda: c.all_reduce_(wrong), "torch.Tensor"),
         "no tensor in a list": (lambda: c.all_to_all_v([wrong] * n, many), "torch.Tensor"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,13 +17,17 @@ from tests.ranks import RankContext, RankPool
 Pools = Callable[[int], RankPool]
 
 
+def double_and_add(t: torch.Tensor, value: int) -> None:
+    t.mul_(2).add_(value)
+
+
 def order(ctx: RankContext, backend: str) -> None:
     """What is queued on a stream runs in order, and after what it waits for."""
     with world(ctx, backend) as w:
         d, (a, b) = w.device, w.lanes
         t = w.tensor([0.0])
         for k in range(200):
-            d.run(a, lambda k=k: t.mul_(2).add_(k % 3))
+            d.run(a, partial(double_and_add, t, k % 3))
         last = d.record(a)
         d.wait(b, last)
         out = w.tensor([-1.0])
@@ -70,11 +75,12 @@ def deadlines(ctx: RankContext, backend: str) -> None:
         d.run(lane, hold)
         event = d.record(lane)
         assert not d.query(event)
-        for wait in (
+        waits: list[Callable[[], object]] = [
             lambda: d.synchronize(event, 0.1),
             lambda: d.synchronize(event),
             lambda: d.wait(d.compute_stream(), event),
-        ):
+        ]
+        for wait in waits:
             begin = time.monotonic()
             with pytest.raises(CollectiveTimeoutError):
                 wait()
@@ -90,7 +96,7 @@ def new_streams(ctx: RankContext, backend: str) -> None:
             stream = w.device.new_stream(f"extra{k}")
             assert stream.name == f"extra{k}"
             t = w.tensor([0.0])
-            w.device.run(stream, lambda t=t: t.add_(1))
+            w.device.run(stream, partial(t.add_, 1))
             w.device.synchronize(w.device.record(stream))
             assert t.item() == 1
             w.device.close_stream(stream)

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -244,3 +245,14 @@ def _build_kernel(file: Path, work: Path, built: Built) -> None:
         ]
     )
     (work / f"{file.stem}.o").unlink()
+
+
+def main() -> None:
+    """Builds the libraries, and the host versions of the kernels in the folders that are given."""
+    print(build().directory)
+    for folder in sys.argv[1:]:
+        print(build_kernels(Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -278,6 +279,32 @@ def run_large(rank: int, world: int, unique_id: bytes) -> bool:
     return bool(right)
 
 
+def run_stress(rank: int, world: int, ids: list[bytes], seed: int) -> list[int]:
+    """Many operations on two communicators, each buffer's ordered by events: which went wrong."""
+    me = Rank(rank, world, ids[0])
+    cuda, choose = me.cuda, random.Random(seed)
+    comms = [(me.comm, me.stream), (me.nccl.init(world, ids[1], rank), cuda.stream())]
+    sizes = [choose.randint(1, 20_000) for _ in range(12)]
+    buffers = [cuda.upload(np.ones(size, np.float32)) for size in sizes]
+    events, expected = [cuda.event() for _ in sizes], [1.0] * len(sizes)
+    for _ in range(200):
+        index = choose.randrange(len(sizes))
+        comm, stream = choose.choice(comms)
+        cuda.call("cuStreamWaitEvent", stream, events[index], 0)
+        op = MAX if expected[index] > 2**20 else SUM
+        expected[index] *= 1 if op == MAX else world
+        code = me.nccl.all_reduce(comm, stream, buffers[index], sizes[index], "float32", op)
+        assert code == 0
+        cuda.call("cuEventRecord", events[index], stream)
+    cuda.call("cuCtxSynchronize")
+    results = [
+        cuda.download(buffer, np.empty(size, np.float32)) for buffer, size in zip(buffers, sizes, strict=True)
+    ]
+    for comm, _ in comms:
+        me.nccl.call("ncclCommDestroy", comm)
+    return [i for i, got in enumerate(results) if not (got == expected[i]).all()]
+
+
 # ---- management calls --------------------------------------------------------------------------
 
 
@@ -346,7 +373,7 @@ def run_threads(_rank: int, _world: int) -> dict[int, Any]:
         stream = cuda.stream()
         started = time.monotonic()
         if rank == 2:
-            time.sleep(0.2)  # the others must not be held up in the call
+            time.sleep(0.5)  # the others must not be held up in the call
         comm = nccl.init(world, unique_id, rank, Config(blocking=0))
         in_call = time.monotonic() - started
         first = nccl.async_error(comm)

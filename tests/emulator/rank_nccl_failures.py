@@ -51,11 +51,11 @@ def run_mismatch(rank: int, world: int, unique_id: bytes, what: str) -> dict[str
         me.collective("ncclAllGather", buffer, buffer + 4 * COUNT * world, COUNT, 7)
     else:
         me.collective("ncclAllReduce", buffer, buffer, COUNT, 7, SUM)
-    code = poll_error(me, 5)
+    code = poll_error(me, 10)
     return {"code": code, "text": me.nccl.last_error(me.comm), **abort(me)}
 
 
-def run_peer_death(rank: int, world: int, unique_id: bytes) -> dict[str, Any]:
+def run_peer_death(rank: int, world: int, unique_id: bytes, hangs: bool) -> dict[str, Any]:
     """The last rank is killed; the others go on with a shrunken communicator."""
     me = Rank(rank, world, unique_id)
     assert total(me, me.comm, 1) == world
@@ -63,7 +63,7 @@ def run_peer_death(rank: int, world: int, unique_id: bytes) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     buffer = me.cuda.alloc(4 * COUNT)
     me.collective("ncclAllReduce", buffer, buffer, COUNT, 7, SUM)
-    code = poll_error(me, 0.7)
+    code = poll_error(me, 0.5 if hangs else 10)
     stuck = me.cuda.code("cuStreamQuery", me.stream) != 0
     out = Pointer()
     excluded = (ctypes.c_int * 1)(world - 1)
@@ -101,7 +101,7 @@ def run_init_without_peer(_rank: int, _world: int) -> tuple[int, float]:
     return code, time.monotonic() - started
 
 
-def run_crossed(rank: int, world: int, ids: list[bytes]) -> bool:
+def run_crossed(rank: int, world: int, ids: list[bytes], serial: bool) -> bool:
     """Two communicators, used in opposite orders by two ranks: true if both operations finish."""
     me = Rank(rank, world, ids[0])
     other, other_stream = me.nccl.init(world, ids[1], rank), me.cuda.stream()
@@ -110,8 +110,11 @@ def run_crossed(rank: int, world: int, ids: list[bytes]) -> bool:
     for comm, stream, buffer in calls if rank == 0 else calls[::-1]:
         assert me.nccl.all_reduce(comm, stream, buffer, 4) == 0
         time.sleep(0.1)
-    time.sleep(0.3)
-    finished = all(me.cuda.code("cuStreamQuery", stream) == 0 for _, stream, _ in calls)
+    until = time.monotonic() + (1.0 if serial else 10.0)
+    finished = False
+    while not finished and time.monotonic() < until:
+        finished = all(me.cuda.code("cuStreamQuery", stream) == 0 for _, stream, _ in calls)
+        time.sleep(0.01)
     for comm, _, _ in calls:
         me.nccl.call("ncclCommAbort", comm)
     return finished

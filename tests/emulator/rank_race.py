@@ -148,7 +148,7 @@ def compare_with_oracle(_rank: int, _world: int, first: int, count: int) -> dict
 # ---- planted bugs, each with a right answer (a sleep hides it) ----------------------------------
 
 COUNT = 4096
-NAP_S = 0.02
+NAP_S = 0.1
 
 
 class Step:

@@ -16,6 +16,7 @@ from .rank_nccl import (
     run_management,
     run_refusals,
     run_slow_enqueue,
+    run_stress,
     run_threads,
 )
 from .ranks import run_emulated
@@ -28,6 +29,13 @@ def test_collectives_against_numpy(world: int) -> None:
     seed = int(time.time())
     outcomes = run_emulated(run_collectives, world, emulator.unique_id(), seed)
     assert [outcome.value for outcome in outcomes] == [[]] * world, f"seed {seed}"
+
+
+def test_many_operations_on_two_communicators_under_delays() -> None:
+    ids, seed = [emulator.unique_id(), emulator.unique_id()], int(time.time())
+    settings: dict[str, Any] = {"nccl_delay_us": 200, "delay": (0.3, 300, seed)}
+    outcomes = run_emulated(run_stress, 3, ids, seed, **settings)
+    assert [o.value for o in outcomes] == [[], [], []], f"seed {seed}"
 
 
 def test_large_messages_under_delays() -> None:
@@ -53,12 +61,12 @@ def test_threads_as_ranks_non_blocking() -> None:
     for rank, (in_call, first, early, ready, reduced, finalized) in results.items():
         assert (ready, reduced, finalized) == (0, 6.0, 0)
         if rank != 2:
-            assert in_call < 0.15
+            assert in_call < 0.4
             assert (first, early) == (IN_PROGRESS, INVALID_ARGUMENT)
 
 
 def test_event_recorded_while_in_progress_is_a_race() -> None:
-    settings: dict[str, Any] = {"expect": ["race"], "quiet": True, "enqueue_delay_us": 20_000}
+    settings: dict[str, Any] = {"expect": ["race"], "quiet": True, "enqueue_delay_us": 200_000}
     code, with_wait, without = run_emulated(run_slow_enqueue, 1, **settings)[0].value
     assert code == IN_PROGRESS
     assert with_wait == 0

@@ -48,7 +48,7 @@ def test_mismatch_names_both_calls(what: str, parts: list[str]) -> None:
 @pytest.mark.parametrize(("mode", "code"), [("error", REMOTE), ("hang", 0)])
 def test_peer_death_and_shrink(mode: str, code: int) -> None:
     settings: dict[str, Any] = {"peer_death": mode, "check": False}
-    outcomes = run_emulated(run_peer_death, 3, emulator.unique_id(), **settings)
+    outcomes = run_emulated(run_peer_death, 3, emulator.unique_id(), mode == "hang", **settings)
     assert [o.exit_status for o in outcomes] == [0, 0, -signal.SIGKILL], outcomes
     for outcome in outcomes[:2]:
         assert outcome.value["code"] == code
@@ -61,7 +61,7 @@ def test_abort_releases_a_stream_that_waits_for_a_late_peer() -> None:
     result = run_emulated(run_absent_peer, 2, emulator.unique_id())[0].value
     assert result["code"] == 0
     assert result["stuck"]
-    assert result["abort_s"] < 0.2
+    assert result["abort_s"] < 1
 
 
 def test_abort_during_initialisation() -> None:
@@ -73,7 +73,7 @@ def test_abort_during_initialisation() -> None:
 @pytest.mark.parametrize("serial", [False, True])
 def test_crossed_communicators_hang_only_one_at_a_time(serial: bool) -> None:
     ids = [emulator.unique_id(), emulator.unique_id()]
-    outcomes = run_emulated(run_crossed, 2, ids, serial=serial)
+    outcomes = run_emulated(run_crossed, 2, ids, serial, serial=serial)
     assert [o.value for o in outcomes] == [not serial] * 2
 
 

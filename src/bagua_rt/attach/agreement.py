@@ -42,6 +42,9 @@ def agree_on(lines: Sequence[Line], control: Control) -> None:
     ]
     position = next(i for i in range(max(map(len, of_rank))) if len({_at(lines, i) for lines in of_rank}) > 1)
     here = [_at(lines, position) for lines in of_rank]
+    subjects = [{subject for subject, _ in lines} for lines in of_rank]
+    if partial := [line[0] for line in here if any(line[0] not in known for known in subjects)]:
+        here = [(partial[0], dict(lines).get(partial[0], "nothing of that name")) for lines in of_rank]
     usual = _most_common(here)
     odd = {rank: line for rank, line in enumerate(here) if line != usual}
     raise LayoutMismatchError(

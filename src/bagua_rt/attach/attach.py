@@ -158,6 +158,7 @@ def _install(
     for optimizer in optimizers:
         hooks.install_on_optimizer(optimizer, engine)
     hooks.mark(model, attachment)
+    attachment.resources.describe = engine.describe
     resources = attachment.resources
     resources.on_close(resources.group.on_close(lambda: attachment.detach(orderly=False)))
 

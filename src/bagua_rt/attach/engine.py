@@ -8,6 +8,7 @@ buckets hold what, and which operations run on them, the algorithm's state decid
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from bagua_rt.attach import verdict
 from bagua_rt.attach.backward import EndOfBackward, is_running
 from bagua_rt.attach.generation import Generation, Options
 from bagua_rt.attach.gradients import Gradients
+from bagua_rt.attach.place import place_of
 from bagua_rt.attach.plan import Plan
 from bagua_rt.attach.sparse import SparseGradients
 from bagua_rt.attach.untraced import untraced, untraced_frame
@@ -77,6 +79,7 @@ class Engine:
         self._step_is_due = False
         self._step_error: BaguaError | None = None
         self.join: Join | None = None
+        self._thread = threading.get_ident()
         self.plan = self._planned(list(reversed(watch.trainable())))
         self._ready_order = self.plan.order
         self._install()
@@ -504,6 +507,16 @@ class Engine:
             yield
         finally:
             self.is_synchronised = before
+
+    def describe(self) -> str:
+        """What this rank is doing, for ranks that wait for it. Called on the loop thread."""
+        generation = self._generation
+        if generation is None:
+            doing = f"between generations, the last one was {self.generations - 1}"
+        else:
+            came, count = len(generation.order), len(self.plan.order)
+            doing = f"in generation {self.generations}, {came} of {count} gradients came"
+        return f"{doing}; its trainer is at {place_of(self._thread)}"
 
     def close(self, *, orderly: bool) -> None:
         """End the attachment: gradients leave the buckets, the state lets go.

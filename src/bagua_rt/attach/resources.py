@@ -30,23 +30,27 @@ class Resources:
     def __init__(self, group: ProcessGroup, name: str, *, hierarchical: bool) -> None:
         self.group = group
         self.name = name
+        self.describe: Callable[[], str] = lambda: "attaching a model"
         self._undo = ExitStack()
         with ExitStack() as undo:
             self.control: Control = group.control(name)
             undo.callback(self.control.close)
             self.communicators: Communicators = group.connect(name, group.lanes, hierarchical)
             undo.callback(self.communicators.close)
-            self.loop = EventLoop(f"bagua_rt/{name}")
+            self.loop = EventLoop(f"bagua_rt/{name}", self._answer)
             undo.callback(self.loop.close)
             self._undo = undo.pop_all()
         self.pipeline = Pipeline(
             self.loop,
             group.backend.device,
             self.communicators,
-            self.control.failures,
+            self.control,
             name,
-            group.timeout_s,
         )
+
+    def _answer(self) -> None:
+        """On the loop thread: tell a rank that waits what this one is doing."""
+        self.control.roll_call.answer(self.describe)
 
     def agree_on_algorithm(self, algorithm: Algorithm) -> None:
         """Compare an algorithm with all ranks.

@@ -54,10 +54,14 @@ class PreparedCalls:
         Raises:
             NcclStatusError: NCCL refused one of the calls; none of a group was submitted then.
             ClosedError: the communicator is closed, aborted, failed or still in progress.
+            UsageError: the body that prepares them has not ended.
         """
         comm = self._comm
-        if comm._collecting is not None and comm._collecting._thread == threading.get_ident():
-            comm._collecting._calls += self._calls
+        collecting = comm._collecting
+        if collecting is not None and collecting._thread == threading.get_ident():
+            if collecting is self:
+                self._not_ready()
+            collecting._calls += self._calls
             return False
         with comm._lock:
             if comm._refusal is not None:

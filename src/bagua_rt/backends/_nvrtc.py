@@ -47,6 +47,8 @@ OPERATIONS = {
 # -default-device: a generic lambda in a kernel counts as host code otherwise.
 _OPTIONS = "-std=c++17 -default-device"
 _MAGIC = b"bagua_rt kernel 1\n"
+# cuda.core puts another module in its own place while it is imported: two threads at once leave it broken.
+_import_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,8 @@ def _cuda(module: str) -> ModuleType:
     import importlib
 
     try:
-        return importlib.import_module(f"cuda.{module}")
+        with _import_lock:
+            return importlib.import_module(f"cuda.{module}")
     except ImportError as error:
         raise BackendUnavailableError(
             f"cuda.{module} can't be imported: {error}",

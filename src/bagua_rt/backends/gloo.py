@@ -6,13 +6,13 @@ default group is never touched, so torch DDP can live in the same process.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp as GlooOp
-from torch.distributed import ReduceScatterOptions
 
 from bagua_rt.backend import Backend, Event, ReduceOp, Store, Stream
 from bagua_rt.backends._collectives import Copies, Pairs
@@ -30,6 +30,8 @@ _GLOO_OPS = {
     "min": GlooOp.MIN,
     "prod": GlooOp.PRODUCT,
 }
+_SMALL_BYTES = 1 << 18
+_SCRATCH = threading.local()
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
@@ -238,32 +240,51 @@ class GlooCommunicator(CheckedCommunicator):
             via.broadcast(_bytes(t), root, OUT_OF_REACH).wait(OUT_OF_REACH)
 
     def _all_gather(self, via: GlooGroup | None, out: torch.Tensor, inp: torch.Tensor) -> None:
-        parts = _flat(out).chunk(self.world_size) if out.numel() else ()
-        if not parts:
+        if not out.numel():
             return
+        if via is not None and out.numel() * out.element_size() <= _SMALL_BYTES:
+            via._allgather_base(_bytes(out), _bytes(inp)).wait(OUT_OF_REACH)
+            return
+        # For big tensors sends to everyone are 4 to 8 times faster than gloo's ring.
+        parts = _flat(out).chunk(self.world_size)
         sends = [(k, inp) for k in range(self.world_size) if k != self.rank]
-        receives = [(k, part) for k, part in enumerate(parts) if k != self.rank]
-        self._exchange(via, sends, receives, [(parts[self.rank], inp)])
+        self._exchange(via, sends, self._others(parts), [(parts[self.rank], inp)])
 
     def _reduce_scatter(
         self, via: GlooGroup | None, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp
     ) -> None:
+        """Fetch the other ranks' parts and reduce them here: this rank's first, then in the order of ranks.
+
+        gloo's own reduces everything everywhere and throws most of it away.
+        """
         if not out.numel():
             return
-        scratch = torch.empty(inp.numel(), dtype=inp.dtype)
-        self._place(scratch, _flat(inp), op)
         if via is None:
-            _flat(out).copy_(scratch)
+            self._place(out, inp, op)
             return
-        options = ReduceScatterOptions()
-        options.reduceOp, options.timeout = _gloo_op(inp, op), OUT_OF_REACH
-        via._reduce_scatter_base(_numbers(out), _numbers(scratch), options).wait(OUT_OF_REACH)
+        parts = _flat(inp).chunk(self.world_size)
+        fetched = list(_scratch(inp, self.world_size - 1, self.world_size).chunk(self.world_size - 1))
+        fetched.insert(self.rank, parts[self.rank])
+        self._exchange(via, self._others(parts), self._others(fetched), [])
+        scale = 1.0 / self.world_size if op == "avg" else 1
+        total = _flat(out)  # in place it is this rank's own part already
+        if total.data_ptr() != fetched[self.rank].data_ptr():
+            total.copy_(fetched[self.rank])
+        if op == "avg":
+            total.mul_(scale)
+        for _, part in self._others(fetched):
+            if op in ("sum", "avg"):
+                total.add_(part, alpha=scale)
+            elif op == "prod":
+                total.mul_(part)
+            else:
+                (torch.maximum if op == "max" else torch.minimum)(total, part, out=total)
 
     def _all_to_all(self, via: GlooGroup | None, out: torch.Tensor, inp: torch.Tensor) -> None:
-        if not inp.numel():
-            return
-        outs, inps = _flat(out).chunk(self.world_size), _flat(inp).chunk(self.world_size)
-        self._exchange(via, self._others(inps), self._others(outs), [(outs[self.rank], inps[self.rank])])
+        if via is None:
+            self._place(out, inp, "sum")
+        elif inp.numel():
+            via.alltoall_base(_bytes(out), _bytes(inp), [], [], OUT_OF_REACH).wait(OUT_OF_REACH)
 
     def _exchange(self, via: GlooGroup | None, sends: Pairs, receives: Pairs, copies: Copies) -> None:
         for pending in self._start(via, sends, receives, copies):
@@ -319,6 +340,18 @@ def _numbers(t: torch.Tensor) -> torch.Tensor:
     if flat.is_complex():
         return torch.view_as_real(flat).view(-1)
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+
+
+def _scratch(like: torch.Tensor, parts: int, world_size: int) -> torch.Tensor:
+    """Room for `parts` parts of `like`, the same memory each time: it belongs to the lane's thread.
+
+    A lane that was given another thread has another scratch: the operation that is stuck may still write.
+    """
+    count = like.numel() // world_size * parts * like.element_size()
+    room: torch.Tensor | None = getattr(_SCRATCH, "room", None)
+    if room is None or room.numel() < count:
+        room = _SCRATCH.room = torch.empty(count, dtype=torch.uint8)
+    return room[:count].view(like.dtype)
 
 
 def _gloo_op(t: torch.Tensor, op: ReduceOp) -> Any:

@@ -372,7 +372,7 @@ class CpuDevice:
         if point.error is not None:
             raise fresh(point.error) from point.error
 
-    def run(self, stream: backend.Stream, fn: Callable[[], None]) -> None:
+    def run(self, stream: backend.Stream, fn: Callable[[], object]) -> None:
         if isinstance(stream, ComputeStream):
             fn()
         else:

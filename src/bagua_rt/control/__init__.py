@@ -1,7 +1,8 @@
 """THE CONTROL LANE: what ranks agree about, on the host, beside the data.
 
 A small gloo group on CPU tensors, in every job, on CUDA too. It carries agreements (`Control.agree`), the
-generation ledger (`pack`, `Control.launch_max`, `unpack`) and news of failures (`FailureBoard`).
+generation ledger (`pack`, `Control.launch_max`, `unpack`), news of failures (`FailureBoard`), who is there
+(`RollCall`), and how long to wait (`Patience`).
 """
 
 from __future__ import annotations
@@ -9,5 +10,18 @@ from __future__ import annotations
 from bagua_rt.control.failure_board import FailureBoard
 from bagua_rt.control.lane import Control, PendingMax
 from bagua_rt.control.ledger import LedgerEntry, LedgerResult, pack, unpack
+from bagua_rt.control.patience import Patience
+from bagua_rt.control.roll_call import RollCall, told
 
-__all__ = ["Control", "FailureBoard", "LedgerEntry", "LedgerResult", "PendingMax", "pack", "unpack"]
+__all__ = [
+    "Control",
+    "FailureBoard",
+    "LedgerEntry",
+    "LedgerResult",
+    "Patience",
+    "PendingMax",
+    "RollCall",
+    "pack",
+    "told",
+    "unpack",
+]

@@ -13,6 +13,7 @@ import hashlib
 import os
 import struct
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +24,9 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOp
 
 from bagua_rt.control.failure_board import FailureBoard
-from bagua_rt.errors import BaguaError, ClosedError, CollectiveTimeoutError, LayoutMismatchError, PeerError
+from bagua_rt.control.patience import Patience
+from bagua_rt.control.roll_call import RollCall
+from bagua_rt.errors import BaguaError, ClosedError, LayoutMismatchError, PeerError
 from bagua_rt.rendezvous import Pace, StoreClient, meet
 
 # gloo's own deadline would kill the group, and counts per message; ours is kept on the host.
@@ -101,6 +104,7 @@ class Control:
 
     Attributes:
         failures: The failure board, which every wait of this lane looks at.
+        roll_call: Asks the other ranks what they are doing.
 
     Raises:
         CollectiveTimeoutError: a rank did not come to make it; names it.
@@ -115,6 +119,7 @@ class Control:
         self.name = name
         self.timeout_s = timeout_s
         self.failures = FailureBoard(None)
+        self.roll_call = RollCall(None, rank, world_size)
         self._pid = os.getpid()
         self._is_closed = False
         self._failure: BaguaError | None = None
@@ -129,6 +134,7 @@ class Control:
                 _Gloo(client.prefixed(f"gloo/{part}"), rank, world_size) for part in ("agree", "max")
             )
             self.failures = FailureBoard(client.clone())
+            self.roll_call = RollCall(client.clone(), rank, world_size)
 
     def agree(self, topic: str, payload: bytes = b"", timeout_s: float | None = None) -> list[bytes]:
         """Give every rank's payload to every rank.
@@ -219,26 +225,28 @@ class Control:
             ClosedError: the lane was closed, or belongs to the process that forked this one.
         """
         self._check()
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        pace = Pace(timeout_s)
+        patience = self.patience(lambda: f"rank {self.rank} waited for {what} on {self.name}", timeout_s)
         while True:
             try:
-                work.wait(timedelta(seconds=max(0.001, min(_LOOK_S, pace.left_s))))
+                work.wait(timedelta(seconds=max(0.001, min(_LOOK_S, patience.left_s))))
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    raise self._fail(_peer_error(what, error)) from error
-            news = self.failures.poll()
-            if news is not None:
-                raise self._fail(PeerError(f"{what} was given up", got=news))
-            if pace.is_over:
-                raise self._fail(
-                    CollectiveTimeoutError(
-                        f"{what} on {self.name} did not complete on rank {self.rank}",
-                        expected=f"all {self.world_size} ranks within {timeout_s:g} s",
-                        fix="look at what the other ranks wait for; timeout_s of init() is the deadline",
-                    )
-                )
+                    raise self._fail(_peer_error(what, error, patience.who_is_there())) from error
+            try:
+                patience.look()
+            except BaguaError as error:
+                raise self._fail(error) from None
+
+    def patience(self, where: Callable[[], str], timeout_s: float | None = None) -> Patience:
+        """Begin to wait for other ranks.
+
+        Args:
+            where: Says what is waited for, as "rank 0 waited for …".
+            timeout_s: The deadline; None takes the lane's.
+        """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        return Patience(self.failures, self.roll_call, timeout_s, where)
 
     def close(self) -> None:
         """Close the lane. Idempotent; a lane that failed, or has operations pending, is leaked on purpose."""
@@ -253,6 +261,7 @@ class Control:
             group.close(is_sound=is_sound)
         self._outstanding = pending
         self.failures.close()
+        self.roll_call.close()
 
     @property
     def failure(self) -> BaguaError | None:
@@ -278,7 +287,7 @@ class Control:
         try:
             return call()
         except RuntimeError as error:
-            raise self._fail(_peer_error(what, error)) from error
+            raise self._fail(_peer_error(what, error, "")) from error
 
     def _gather(self, record: torch.Tensor, what: str, pace: Pace) -> list[bytes]:
         out = torch.empty(self.world_size * _RECORD_BYTES, dtype=torch.uint8)
@@ -342,10 +351,10 @@ def _record(sequence: int, topic: str, payload: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(text.ljust(_RECORD_BYTES, b"\0"), dtype=np.uint8).copy())
 
 
-def _peer_error(what: str, error: RuntimeError) -> PeerError:
+def _peer_error(what: str, error: RuntimeError, others: str) -> PeerError:
     return PeerError(
         f"{what} failed",
         expected="every rank to take part until the end",
-        got=str(error).splitlines()[0],
+        got="; ".join(filter(None, [others, str(error).splitlines()[0]])),
         fix="look at the other ranks' own output: one of them has died or closed its group",
     )

@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -259,12 +260,12 @@ def join(
         client = StoreClient(store, _describe(store), prefix, _endpoint(store))
         return _sit(Rendezvous(_next_round(client, seat), seat, None, ""), timeout_s, check)
     pace = Pace(search_s)
-    _resolve(host, port, pace.left_s)
+    families = _resolve(host, port, pace.left_s)
     if is_served:
         client = _connect(host, port, pace, timeout_s, prefix)
         return _sit(Rendezvous(_next_round(client, seat), seat, None, ""), timeout_s, check)
     if seat.rank == 0:
-        return _sit(_serve(host, port, seat, timeout_s), timeout_s, check)
+        return _sit(_serve(host, port, families, seat, timeout_s), timeout_s, check)
     while True:
         rendezvous = _visit(host, port, seat, pace, timeout_s)
         try:
@@ -306,9 +307,10 @@ def _describe(store: Store) -> str:
     return f"{endpoint[0]}:{endpoint[1]}" if endpoint else f"the {type(store).__name__} given to init()"
 
 
-def _resolve(host: str, port: int, timeout_s: float) -> None:
+def _resolve(host: str, port: int, timeout_s: float) -> set[int]:
+    """The families of the host's addresses."""
     try:
-        within(timeout_s, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        found = within(timeout_s, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError) as error:  # a TimeoutError is an OSError
         raise UsageError(
             f"the rendezvous at {host}:{port} can't be found: the name {host!r} does not resolve",
@@ -316,25 +318,29 @@ def _resolve(host: str, port: int, timeout_s: float) -> None:
             got=str(error) or "no answer from the name service",
             fix="set MASTER_ADDR to an address that every rank can reach",
         ) from error
+    return {int(family) for family, *_ in found}
 
 
 def _connect(host: str, port: int, pace: Pace, timeout_s: float, prefix: str) -> StoreClient:
     """A client of the store at host:port, once somebody listens there."""
-    limit = timedelta(seconds=timeout_s)
     while True:
         refusal = "no answer"
-        try:
-            # A plain socket first: torch's own client reports every refused try on stderr.
-            socket.create_connection((host, port), timeout=max(pace.left_s, 0.01)).close()
-            refusal = "a program that does not answer as a store"
-            store = within(
-                pace.left_s, lambda: TCPStore(host, port, None, False, limit, wait_for_workers=False)
-            )
-            return StoreClient(store, f"{host}:{port}", prefix, (host, port))
-        except TimeoutError:
-            pass  # `refusal` says how far it came
-        except (OSError, RuntimeError, PeerError) as error:
-            refusal = str(error).splitlines()[0]
+        with contextlib.ExitStack() as undo:
+            try:
+                # A plain socket first: torch's own client reports every refused try on stderr. It stays, as
+                # the sentinel, and says which of the host's addresses answers.
+                sentinel = undo.enter_context(
+                    socket.create_connection((host, port), timeout=max(pace.left_s, 0.01))
+                )
+                refusal = "a program that does not answer as a store"
+                endpoint = (str(sentinel.getpeername()[0]), port)
+                store = within(pace.left_s, partial(_client, endpoint, timeout_s))
+                undo.pop_all()
+                return StoreClient(store, f"{host}:{port}", prefix, endpoint, sentinel)
+            except TimeoutError:
+                pass  # `refusal` says how far it came
+            except (OSError, RuntimeError) as error:
+                refusal = str(error).splitlines()[0]
         if pace.is_over:
             raise CollectiveTimeoutError(
                 f"the rendezvous at {host}:{port} can't be reached",
@@ -346,22 +352,30 @@ def _connect(host: str, port: int, pace: Pace, timeout_s: float, prefix: str) ->
         pace.pause()
 
 
-def _listen(port: int) -> socket.socket:
-    """A listening socket on all interfaces, IPv6 and IPv4 where the machine has both."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    return socket.create_server(
-        ("", port), family=family, backlog=2048, dualstack_ipv6=family == socket.AF_INET6
-    )
+def _client(endpoint: tuple[str, int], timeout_s: float) -> Store:
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(endpoint[0], endpoint[1], None, False, limit, wait_for_workers=False)
 
 
-def _serve(host: str, port: int, seat: Seat, timeout_s: float) -> Rendezvous:
+def _listen(port: int, families: set[int]) -> socket.socket:
+    """A listening socket on all interfaces.
+
+    IPv4 where the host has such an address: behind a socket for both, torch's server asks the name service
+    about every peer (::ffff:a.b.c.d is in no hosts file), and each lost answer stops it for 5 s.
+    """
+    if socket.AF_INET in families or not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET, backlog=2048)
+    return socket.create_server(("", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
+
+
+def _serve(host: str, port: int, families: set[int], seat: Seat, timeout_s: float) -> Rendezvous:
     """Serve the store, as rank 0.
 
     Raises:
         UsageError: the port is in use, or this process may not have it.
     """
     try:
-        listener = _listen(port)
+        listener = _listen(port, families)
     except OSError as error:
         found = _contest(host, port, seat) if error.errno == errno.EADDRINUSE else str(error)
         in_use = "in use" if error.errno == errno.EADDRINUSE else "not to be had"
@@ -375,8 +389,7 @@ def _serve(host: str, port: int, seat: Seat, timeout_s: float) -> Rendezvous:
     server = TCPStore(
         "127.0.0.1", port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    client = TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
-    keys = StoreClient(client, f"{host}:{port}", "bagua_rt/")
+    keys = StoreClient(_client(("127.0.0.1", port), timeout_s), f"{host}:{port}", "bagua_rt/")
     nonce = uuid.uuid4().hex
     keys.set("server", json.dumps({"nonce": nonce, "job": seat.job}))
     return Rendezvous(keys, seat, server, nonce)

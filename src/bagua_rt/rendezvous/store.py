@@ -90,22 +90,29 @@ class StoreClient:
         address: ``host:port`` for messages; a description where the store has no address.
         prefix: Put before every key.
         endpoint: Where the server listens; None where it can't die before this process does.
+        sentinel: A connection to `endpoint` that is there already.
     """
 
     def __init__(
-        self, store: Store, address: str, prefix: str = "", endpoint: tuple[str, int] | None = None
+        self,
+        store: Store,
+        address: str,
+        prefix: str = "",
+        endpoint: tuple[str, int] | None = None,
+        sentinel: socket.socket | None = None,
     ) -> None:
         self.store = store
         self.address = address
         self.prefix = prefix
         self._endpoint = endpoint
         self._lock = threading.Lock()
-        self._sentinel: socket.socket | None = None
-        if endpoint is not None:
+        self._sentinel = sentinel
+        if endpoint is not None and sentinel is None:
             try:
                 self._sentinel = socket.create_connection(endpoint, timeout=5.0)
             except OSError as error:
                 raise self.gone() from error
+        if self._sentinel is not None:
             self._sentinel.setblocking(False)
 
     def under(self, prefix: str) -> StoreClient:

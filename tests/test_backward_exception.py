@@ -1,0 +1,185 @@
+"""Exceptions in backward: no rank hangs, no step is taken, and the next step is right on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.micro import KINDS, caught, feed, grad, group, mean, on, ones_linear, wrap
+from tests.ranks import RankContext, RankPool
+
+DEPTHS = ("first", "middle", "last")
+
+
+class BoomError(Exception):
+    """What a backward raises."""
+
+
+class Bomb(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise BoomError("in backward")
+
+
+class Chain(nn.Module):
+    """Three factors one after the other, in buckets of their own; the gradient of the last comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = ones_linear(), ones_linear(), ones_linear()
+
+    def forward(self, x: torch.Tensor, bomb: str = "") -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for name, layer in (("last", self.one), ("middle", self.two), ("first", self.three)):
+            if bomb == name:  # raises before the gradients of the layers above, after those below
+                x = Bomb.apply(x)
+            x = layer(x)
+        return Bomb.apply(x) if bomb == "before" else x
+
+
+def exploding(
+    ctx: RankContext, kind: str, ranks: list[int], depths: list[str], gated: bool
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"errors": [], "steps": [], "grads": []}
+    with group(ctx):
+        model = Chain()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        wrapped = wrap(kind, model, optimizer if gated else (), bucket_cap_mb=1e-6)
+        for depth in depths:
+            for _ in range(2):  # the first generation, and later ones with the plan by ready order
+                optimizer.zero_grad()
+                bomb = depth if ctx.rank in ranks else ""
+                found["errors"].append(
+                    caught(lambda bomb=bomb: wrapped.forward(feed(ctx), bomb).sum().backward())
+                )
+                if gated:
+                    found["steps"].append(caught(optimizer.step))
+                optimizer.zero_grad()
+                wrapped.forward(feed(ctx)).sum().backward()
+                optimizer.step()
+                found["grads"] += [grad(p) for p in model.parameters()]
+        return found
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world_size", "ranks"), [(1, [0]), (2, [0, 1]), (2, [0]), (3, [1]), (3, [0, 2])])
+def test_the_next_step_is_right_and_the_others_hear_of_it(
+    pool: RankPool, kind: str, world_size: int, ranks: list[int], gated: bool
+) -> None:
+    for rank, found in enumerate(on(pool, world_size, exploding, kind, ranks, list(DEPTHS), gated)):
+        assert found["grads"] == [mean(world_size)] * 18
+        for error, text in found["errors"]:
+            if rank in ranks:
+                assert (error, text) == ("BoomError", "in backward")
+            else:
+                assert error == "PeerError"
+                named = ", ".join(map(str, ranks))
+                assert f"an exception in the backward of rank{'s' if len(ranks) > 1 else ''} {named}" in text
+        for error, text in found["steps"]:
+            assert error == ("UsageError" if rank in ranks else "PeerError")
+            assert rank not in ranks or "optimizer.step() after a backward that raised" in text
+
+
+def before_any_gradient(ctx: RankContext, kind: str) -> list[Any]:
+    with group(ctx):
+        model = Chain()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrapped = wrap(kind, model, optimizer)
+        error = caught(lambda: wrapped.forward(feed(ctx), "before").sum().backward())
+        optimizer.zero_grad()
+        wrapped.forward(feed(ctx)).sum().backward()
+        return [error[0], [grad(p) for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_exception_before_the_first_gradient_opens_no_generation(
+    pool: RankPool, kind: str, world_size: int
+) -> None:
+    for error, grads in on(pool, world_size, before_any_gradient, kind):
+        assert error == "BoomError"
+        assert grads == [mean(world_size)] * 3
+
+
+def in_no_sync(ctx: RankContext, kind: str) -> list[Any]:
+    """It raises where nothing is synchronised: nobody else needs to hear of it."""
+    with group(ctx):
+        model = Chain()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        wrapped = wrap(kind, model, optimizer)
+
+        def local() -> None:
+            with wrapped.run.no_sync():
+                wrapped.forward(feed(ctx), "middle" if ctx.rank == 0 else "").sum().backward()
+
+        error = caught(local)
+        optimizer.zero_grad()
+        wrapped.forward(feed(ctx)).sum().backward()
+        optimizer.step()
+        return [error[0], [grad(p) for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_under_no_sync_stays_local(pool: RankPool, kind: str) -> None:
+    first, second = on(pool, 2, in_no_sync, kind)
+    assert first == ["BoomError", [1.5] * 3]
+    assert second == ["", [1.5] * 3]
+
+
+class Hooked(nn.Module):
+    """`a` in a reentrant checkpoint, `times` in a row; a bomb in the outer graph if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = ones_linear(), ones_linear()
+
+    def forward(self, x: torch.Tensor, times: int, bomb: bool) -> torch.Tensor:
+        x = self.b(x)
+        if bomb:
+            x = Bomb.apply(x)
+        for _ in range(times):
+            x = checkpoint(self.a, x, use_reentrant=True)
+        return x
+
+
+def reentrant(ctx: RankContext, kind: str) -> dict[str, Any]:
+    with group(ctx):
+        model = Hooked()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        wrapped = wrap(kind, model, optimizer)
+
+        def step(times: int, bomb: bool) -> tuple[tuple[str, str], list[float | None]]:
+            optimizer.zero_grad()
+            error = caught(lambda: wrapped.forward(feed(ctx).requires_grad_(), times, bomb).sum().backward())
+            return error, [grad(p) for p in model.parameters()]
+
+        return {
+            "once": step(1, False),
+            "once, exploding": step(1, True)[0],
+            "twice": step(2, False)[0],
+            "once again": step(1, False),
+        }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_reentrant_checkpoints(pool: RankPool, kind: str, world_size: int) -> None:
+    right = (("", ""), [mean(world_size)] * 2)
+    for found in on(pool, world_size, reentrant, kind):
+        assert found["once"] == right
+        assert found["once, exploding"] == ("BoomError", "in backward")
+        error, text = found["twice"]
+        assert error == "UsageError"
+        assert "'a.weight' came twice" in text
+        assert found["once again"] == right

@@ -1,0 +1,420 @@
+"""OneBitAdam against torch's optimizers, and against a float64 simulation of all ranks by the formulas.
+
+The model is a bowl: rank r's gradient at step t is ``x - target(r, t)``, so a simulation knows every rank's.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bagua_rt as bagua
+from bagua_rt.bucket import BucketPlan
+from tests.micro import caught, group, on
+from tests.ranks import RankContext, RankPool
+
+SHAPES: dict[str, tuple[int, ...]] = {"w": (5, 7), "b": (11,), "s": (), "e": (0, 3), "t": (3, 2)}
+GROUPS = (("w", "s"), ("b", "e", "t"))  # each with settings of its own
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"lr": 0.03, "betas": (0.8, 0.95), "weight_decay": 0.1},
+    {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.0, "eps": 1e-6},
+)
+FROZEN_ELEMENTS = 4  # of "b": they never have a gradient
+
+
+def target(name: str, rank: int, step: int, seed: int) -> np.ndarray[Any, Any]:
+    generator = np.random.default_rng([seed, rank, step, sorted(SHAPES).index(name)])
+    return generator.standard_normal(SHAPES[name])
+
+
+def mask(name: str) -> np.ndarray[Any, Any]:
+    keep = np.ones(SHAPES[name])
+    if name == "b":
+        keep[:FROZEN_ELEMENTS] = 0
+    return keep
+
+
+def start(name: str) -> np.ndarray[Any, Any]:
+    return np.linspace(-1, 1, int(np.prod(SHAPES[name]))).reshape(SHAPES[name])
+
+
+class Bowl(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name in SHAPES:
+            self.register_parameter(name, nn.Parameter(torch.tensor(start(name), dtype=dtype)))
+
+    def loss(self, rank: int, step: int, seed: int) -> torch.Tensor:
+        terms = []
+        for name, param in self.named_parameters():
+            aim = torch.tensor(target(name, rank, step, seed), dtype=param.dtype)
+            terms.append((0.5 * (param - aim).square() * torch.tensor(mask(name), dtype=param.dtype)).sum())
+        return torch.stack(terms).sum()
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [model.get_parameter(name) for name in names], **settings}
+        for names, settings in zip(GROUPS, SETTINGS, strict=True)
+    ]
+
+
+class Trainer:
+    """One rank's training of a bowl."""
+
+    def __init__(
+        self, warmup: int, dtype: torch.dtype, *, decoupled: bool = False, cap_mb: float = 1.0
+    ) -> None:
+        self.model = Bowl(dtype)
+        self.optimizer = bagua.optim.OneBitAdam(
+            groups(self.model), warmup_steps=warmup, decoupled_weight_decay=decoupled
+        )
+        self.run = bagua.attach(self.model, self.optimizer, bucket_cap_mb=cap_mb)
+
+    def step(self, rank: int, step: int, seed: int, how: str = "plain") -> None:
+        self.optimizer.zero_grad()
+        if how == "closure":
+
+            def closure() -> float:
+                self.optimizer.zero_grad()
+                loss = self.model.loss(rank, step, seed)
+                loss.backward()
+                return loss.item()
+
+            assert self.optimizer.step(closure) > 0
+            return
+        if how == "accumulated":
+            with self.run.no_sync():
+                (0.25 * self.model.loss(rank, step, seed)).backward()
+            (0.75 * self.model.loss(rank, step, seed)).backward()
+        else:
+            self.model.loss(rank, step, seed).backward()
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, np.ndarray[Any, Any]]:
+        return {name: param.detach().numpy().copy() for name, param in self.model.named_parameters()}
+
+    def slot(self, key: str) -> dict[str, np.ndarray[Any, Any]]:
+        state = self.optimizer.state
+        return {name: state[param][key].numpy().copy() for name, param in self.model.named_parameters()}
+
+
+# ---- the simulation -------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """All ranks in float64, by algorithms.md section 10 alone."""
+
+    def __init__(
+        self, world_size: int, warmup: int, *, decoupled: bool, plans: tuple[BucketPlan, ...]
+    ) -> None:
+        self.n, self.warmup, self.decoupled, self.plans = world_size, warmup, decoupled, plans
+        self.x = {name: start(name) for name in SHAPES}
+        self.m = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        self.v = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        self.t = 0
+        sizes = [-(-plan.numel // (8 * world_size)) * 8 for plan in plans]
+        self.worker = [np.zeros((world_size, world_size, size)) for size in sizes]
+        self.server = [np.zeros((world_size, size)) for size in sizes]
+
+    def settings(self, name: str) -> dict[str, Any]:
+        own = next(s for names, s in zip(GROUPS, SETTINGS, strict=True) if name in names)
+        return {"eps": 1e-8, **own}
+
+    def gradient(self, name: str, rank: int, seed: int) -> np.ndarray[Any, Any]:
+        """With L2 weight decay, which is part of the gradient."""
+        own: np.ndarray[Any, Any] = (self.x[name] - target(name, rank, self.t, seed)) * mask(name)
+        decay = 0.0 if self.decoupled else self.settings(name)["weight_decay"]
+        return own + decay * self.x[name]
+
+    def step(self, seed: int) -> None:
+        if self.t < self.warmup:
+            for name in SHAPES:
+                b1, b2 = self.settings(name)["betas"]
+                g = sum(self.gradient(name, rank, seed) for rank in range(self.n)) / self.n
+                self.m[name] = b1 * self.m[name] + (1 - b1) * g
+                self.v[name] = b2 * self.v[name] + (1 - b2) * g * g
+        else:
+            self.momentum_by_compression(seed)
+        self.t += 1
+        for name in SHAPES:
+            own, v_steps = self.settings(name), min(self.t, self.warmup)
+            b1, b2 = own["betas"]
+            if self.decoupled:
+                self.x[name] = self.x[name] * (1 - own["lr"] * own["weight_decay"])
+            root = np.sqrt(self.v[name] / (1 - b2**v_steps)) + own["eps"]
+            self.x[name] = self.x[name] - own["lr"] / (1 - b1**self.t) * self.m[name] / root
+
+    def momentum_by_compression(self, seed: int) -> None:
+        local = [{name: self.local_momentum(name, rank, seed) for name in SHAPES} for rank in range(self.n)]
+        for index, plan in enumerate(self.plans):
+            size = self.worker[index].shape[2]
+            flats = []
+            for momenta in local:
+                parts = [momenta[name].ravel() for name in plan.names]
+                flats.append(np.concatenate([*parts, np.zeros(size * self.n - plan.numel)]))
+            flat = flats[0] if self.n == 1 else self.compressed_mean(index, plan.numel, flats)
+            for slot in plan.slots:
+                part = flat[slot.offset : slot.offset + slot.spec.numel].reshape(slot.spec.shape)
+                self.m[slot.spec.name] = np.where(self.v[slot.spec.name] > 0, part, 0.0)
+
+    def local_momentum(self, name: str, rank: int, seed: int) -> np.ndarray[Any, Any]:
+        b1 = self.settings(name)["betas"][0]
+        return b1 * self.m[name] + (1 - b1) * self.gradient(name, rank, seed)
+
+    def compressed_mean(
+        self, index: int, numel: int, flats: list[np.ndarray[Any, Any]]
+    ) -> np.ndarray[Any, Any]:
+        size = self.worker[index].shape[2]
+        chunks = []
+        for owner in range(self.n):
+            valid = min(max(numel - owner * size, 0), size)
+            coded = []
+            for rank, flat in enumerate(flats):
+                u = flat[owner * size : (owner + 1) * size] + self.worker[index][rank, owner]
+                coded.append(signs(u, valid))
+                self.worker[index][rank, owner] = np.where(np.arange(size) < valid, u - coded[-1], 0.0)
+            y = sum(coded) / self.n + self.server[index][owner]
+            chunks.append(signs(y, valid))
+            self.server[index][owner] = np.where(np.arange(size) < valid, y - chunks[-1], 0.0)
+        return np.concatenate(chunks)
+
+
+def signs(u: np.ndarray[Any, Any], valid: int) -> np.ndarray[Any, Any]:
+    """mean|u| (a float32, as on the wire) times sign(u)."""
+    scale = float(np.float32(np.abs(u[:valid]).mean())) if valid else 0.0
+    return np.where(u >= 0, scale, -scale)
+
+
+def simulated(
+    ctx: RankContext, warmup: int, decoupled: bool, how: str, cap_mb: float, seed: int
+) -> dict[str, Any]:
+    steps = warmup + 5
+    with group(ctx):
+        trainer = Trainer(warmup, torch.float64, decoupled=decoupled, cap_mb=cap_mb)
+        for t in range(steps):
+            trainer.step(ctx.rank, t, seed, how)
+        plans = trainer.run.buckets
+        errors = trainer.run.state_dict()["state"]["errors"]
+        simulation = Simulation(ctx.world_size, warmup, decoupled=decoupled, plans=plans)
+        for _ in range(steps):
+            simulation.step(seed)
+        for name, ours in trainer.weights().items():
+            np.testing.assert_allclose(
+                ours, simulation.x[name], rtol=1e-6, atol=1e-6, err_msg=f"{name} {seed=}"
+            )
+            np.testing.assert_allclose(
+                trainer.slot("exp_avg")[name], simulation.m[name], rtol=1e-6, atol=1e-6, err_msg=name
+            )
+        assert len(errors) == (0 if ctx.world_size == 1 else len(plans))
+        for index, (worker, server) in enumerate(errors):
+            np.testing.assert_allclose(worker, simulation.worker[index][ctx.rank], atol=1e-6)
+            np.testing.assert_allclose(server[0], simulation.server[index][ctx.rank], atol=1e-6)
+        still = trainer.weights()["b"][:FROZEN_ELEMENTS]
+        if decoupled or not SETTINGS[1]["weight_decay"]:
+            assert still.tolist() == start("b")[:FROZEN_ELEMENTS].tolist(), "no gradient, no motion"
+        return {"bytes": [w.tobytes() for w in trainer.weights().values()], "buckets": len(plans)}
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("warmup", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_both_stages_are_what_the_formulas_say(
+    pool: RankPool, world_size: int, warmup: int, decoupled: bool
+) -> None:
+    cap_mb = 150 / 2**20 if decoupled else 1.0  # several buckets, or one
+    answers = on(pool, world_size, simulated, warmup, decoupled, "plain", cap_mb, 7 + warmup)
+    assert all(found == answers[0] for found in answers)
+    assert (answers[0]["buckets"] > 1) is decoupled
+
+
+@pytest.mark.parametrize("how", ["closure", "accumulated"])
+def test_closures_and_accumulation_are_the_same_step(pool: RankPool, how: str) -> None:
+    answers = on(pool, 3, simulated, 2, False, how, 1.0, 3)
+    assert answers == [answers[0]] * 3
+
+
+# ---- torch's optimizers ---------------------------------------------------------------------------------
+
+
+def warm_up(ctx: RankContext, decoupled: bool, seed: int) -> list[bytes]:
+    with group(ctx):
+        ours = Trainer(100, torch.float32, decoupled=decoupled)
+        model = Bowl(torch.float32)
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        theirs = kind(groups(model))
+        run = bagua.attach(model, theirs)
+        alone = Bowl(torch.float32)
+        single = kind(groups(alone))
+        for t in range(6):
+            ours.step(ctx.rank, t, seed)
+            theirs.zero_grad()
+            model.loss(ctx.rank, t, seed).backward()
+            theirs.step()
+            single.zero_grad()
+            losses = [alone.loss(rank, t, seed) for rank in range(ctx.world_size)]
+            (torch.stack(losses).sum() / ctx.world_size).backward()
+            single.step()
+        for a, b, c in zip(ours.model.parameters(), model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(a, b), "torch's own optimizer on the same averaged gradients: the same bits"
+            torch.testing.assert_close(a, c, rtol=1.3e-6, atol=5e-5)
+        run.close()
+        return [p.detach().numpy().tobytes() for p in ours.model.parameters()]
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_warm_up_is_torchs_optimizer(pool: RankPool, world_size: int, decoupled: bool) -> None:
+    answers = on(pool, world_size, warm_up, decoupled, 11)
+    assert answers == [answers[0]] * world_size
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------
+
+
+def resumed(ctx: RankContext, save_at: int, cap_mb: float) -> dict[str, Any]:
+    def finish(trainer: Trainer, first: int) -> dict[str, Any]:
+        for t in range(first, 9):
+            trainer.step(ctx.rank, t, 5)
+        state = trainer.run.state_dict()
+        errors = [part.numpy().tobytes() for pair in state["state"]["errors"] for part in pair]
+        found = {"weights": [w.tobytes() for w in trainer.weights().values()], "errors": errors}
+        found["moments"] = [
+            m.tobytes() for key in ("exp_avg", "exp_avg_sq") for m in trainer.slot(key).values()
+        ]
+        trainer.run.close()
+        return found
+
+    with group(ctx):
+        trainer = Trainer(4, torch.float32, cap_mb=cap_mb)
+        for t in range(save_at):
+            trainer.step(ctx.rank, t, 5)
+        file = io.BytesIO()
+        saved = [trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.run.state_dict()]
+        torch.save(saved, file)
+        right = finish(trainer, save_at)
+        file.seek(0)
+        weights, optimizer, run = torch.load(file, weights_only=False)
+        again = Trainer(4, torch.float32, cap_mb=cap_mb)
+        again.model.load_state_dict(weights)
+        again.optimizer.load_state_dict(optimizer)
+        again.run.load_state_dict(run)
+        return {"same": finish(again, save_at) == right, "errors": len(right["errors"])}
+
+
+@pytest.mark.parametrize("save_at", [1, 3, 4, 5, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_checkpoint_resumes_bit_equal_in_both_stages(pool: RankPool, world_size: int, save_at: int) -> None:
+    for cap_mb in (1.0, 80 / 2**20):
+        for found in on(pool, world_size, resumed, save_at, cap_mb):
+            assert found["same"]
+            assert (found["errors"] > 0) is (world_size > 1)
+
+
+# ---- gradient scaling -----------------------------------------------------------------------------------
+
+
+def scaled(ctx: RankContext, broken_rank: int, broken_step: int) -> dict[str, Any]:
+    with group(ctx):
+        trainer = Trainer(2, torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        found: dict[str, Any] = {"scales": [], "weights": [], "completed": []}
+        for t in range(7):
+            trainer.optimizer.zero_grad()
+            loss = trainer.model.loss(ctx.rank, t, 1)
+            if (ctx.rank, t) == (broken_rank, broken_step):
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(trainer.optimizer)
+            scaler.update()
+            found["scales"].append(scaler.get_scale())
+            found["weights"].append([w.tobytes() for w in trainer.weights().values()])
+            found["completed"].append(trainer.optimizer.completed_steps)
+        return found
+
+
+@pytest.mark.parametrize("broken_step", [1, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_scaler_skips_on_all_ranks_or_none(
+    pool: RankPool, world_size: int, broken_step: int
+) -> None:
+    answers = on(pool, world_size, scaled, 1, broken_step)
+    for found in answers:
+        assert found == answers[0], "bit-equal, skips and scales too"
+        assert found["scales"] == [1024.0 if t < broken_step else 512.0 for t in range(7)]
+        assert found["weights"][broken_step] == found["weights"][broken_step - 1]
+        assert found["completed"] == [t + 1 if t < broken_step else t for t in range(7)]
+        assert found["weights"][6] != found["weights"][5]
+
+
+# ---- arguments, and life without ranks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"warmup_steps": 0}, "warmup_steps"),
+        ({"warmup_steps": 1.5}, "warmup_steps"),
+        ({"warmup_steps": True}, "warmup_steps"),
+        ({"warmup_steps": 1, "lr": -1.0}, "lr is out of range"),
+        ({"warmup_steps": 1, "betas": (1.0, 0.9)}, "betas is out of range"),
+        ({"warmup_steps": 1, "betas": (0.9, -0.1)}, "betas is out of range"),
+        ({"warmup_steps": 1, "eps": -1e-9}, "eps is out of range"),
+        ({"warmup_steps": 1, "weight_decay": -0.1}, "weight_decay is out of range"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(bagua.errors.UsageError, match=text):
+        bagua.optim.OneBitAdam([torch.zeros(1, requires_grad=True)], **settings)
+
+
+def test_without_attach_it_is_the_world_of_one_rank() -> None:
+    model = Bowl(torch.float64)
+    optimizer = bagua.optim.OneBitAdam(groups(model), warmup_steps=2)
+    plans = bagua_plan(model)
+    simulation = Simulation(1, 2, decoupled=False, plans=plans)
+    for t in range(5):
+        assert optimizer.completed_steps == t
+        assert optimizer.variance_is_frozen is (t >= 2)
+        optimizer.zero_grad()
+        model.loss(0, t, 1).backward()
+        optimizer.step()
+        simulation.step(1)
+    for name, param in model.named_parameters():
+        np.testing.assert_allclose(param.detach(), simulation.x[name], rtol=1e-9)
+    twin = copy.deepcopy(optimizer)
+    assert twin.completed_steps == 5
+
+
+def bagua_plan(model: nn.Module) -> tuple[BucketPlan, ...]:
+    with bagua.init("cpu"), bagua.attach(model) as run:
+        return run.buckets
+
+
+def foreign(ctx: RankContext) -> list[tuple[str, str]]:
+    with group(ctx):
+        model = Bowl(torch.float32)
+        partial = bagua.optim.OneBitAdam([model.w], warmup_steps=1)
+        other = torch.optim.SGD(model.parameters(), 0.1)
+        algorithm = partial.algorithm
+        return [
+            caught(lambda: bagua.attach(model, partial)),
+            caught(lambda: bagua.attach(model, other, algorithm)),
+            caught(lambda: bagua.attach(model, (), algorithm)),
+            caught(lambda: bagua.attach(model, [partial, copy.deepcopy(partial)])),
+        ]
+
+
+def test_parameters_outside_of_the_optimizer_are_refused_by_name(pool: RankPool) -> None:
+    for partial, other, nothing, two in on(pool, 2, foreign):
+        assert partial[0] == other[0] == nothing[0] == two[0] == "UsageError"
+        assert "not in the optimizer" in partial[1]
+        assert "got SGD" in other[1]
+        assert "got no optimizer" in nothing[1]
+        assert "several optimizers bring an algorithm" in two[1]
