@@ -16,6 +16,8 @@ from bagua_rt.bucket import Bucket
 @register
 @dataclass(frozen=True)
 class SignSGD(Algorithm):
+    """Move by the sign that most ranks have."""
+
     name: ClassVar[str] = "signsgd"
 
     def bind(self, context: Context) -> SignSGDState:
@@ -23,6 +25,8 @@ class SignSGD(Algorithm):
 
 
 class SignSGDState(AlgorithmState):
+    """The votes of one attached model."""
+
     def setup(self, buckets: Sequence[Bucket]) -> None:
         self.votes = {b.index: torch.empty_like(b.flat, dtype=torch.int32) for b in buckets}
 

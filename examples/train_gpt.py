@@ -34,7 +34,7 @@ SHAPES = {
     "small": Shape(layers=3, width=256, heads=4, context=128),
     "medium": Shape(layers=6, width=384, heads=6, context=256),
 }
-REPLICAS_DIFFER = {"decentralized"}  # algorithms whose ranks hold different weights on purpose
+
 CORPUS_BYTES = 8_000_000
 VALIDATION_WINDOWS = 256
 PROMPT, SAMPLE_BYTES, TEMPERATURE = b"\nclass ", 300, 0.8
@@ -199,8 +199,7 @@ def train_and_show(options: argparse.Namespace, pg: bagua.ProcessGroup, console:
         train(options, model, optimizer, data, Monitor(console, pg, run, options.steps))
     bits = validate(pg, model, corpus.validation, batch_size)
     console.print(f"validation: {bits:.3f} bits per byte on held-out files")
-    must_be_equal = options.algorithm not in REPLICAS_DIFFER
-    right, report = replicas_report(pg, model, must_be_equal=must_be_equal)
+    right, report = replicas_report(pg, model, must_be_equal=run.bit_equal)
     console.print(report)
     run.close()
     if pg.rank == 0:

@@ -512,6 +512,7 @@ def b23(ctx: RankContext, kind: str) -> dict[str, Any]:
         model(feed(ctx)).sum().backward()
         found["plain"] = [grad(model.a.weight), hook_count(model.a.weight), made.world.bytes_sent - before]
         counts = set()
+        again = wrap(kind, model)
         for _ in range(8):
             again = wrap(kind, model)
             model.zero_grad()

@@ -38,7 +38,7 @@ def b26(ctx: RankContext, kind: str) -> dict[str, Any]:
             torch.manual_seed(5)
             model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3))
             if layout == "channels_last":
-                model = model.to(memory_format=torch.channels_last)
+                model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             strides = [p.stride() for p in model.parameters()]
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             wrapped = wrap(kind, model, optimizer)
@@ -229,6 +229,7 @@ def b32(ctx: RankContext, kind: str) -> dict[str, Any]:
         sends.body = world.all_reduce_
         torch._foreach_copy_ = copies
         world.all_reduce_ = sends  # type: ignore[method-assign]
+        first = (0, 0)
         try:
             for step in range(3):
                 for p in model:
@@ -353,6 +354,37 @@ def test_b43_without_check_it_reaches_every_rank(pool: RankPool, kind: str) -> N
     for found in on(pool, 2, b43, kind, "nan", False):
         assert found["error"] == ("", "")
         assert all(value != value for value in found["grads"])
+
+
+def b43_scaler(ctx: RankContext, kind: str) -> dict[str, Any]:
+    with group(ctx):
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrapped = wrap(kind, model, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        weights, scales = [], []
+        for step in range(3):
+            optimizer.zero_grad()
+            broken = float("inf") if (ctx.rank, step) == (1, 1) else 1.0
+            scaler.scale(wrapped.forward(feed(ctx)).sum() * broken).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            scaler.step(optimizer)
+            scaler.update()
+            weights.append(model.a.weight.item())
+            scales.append(scaler.get_scale())
+        return {"weights": weights, "scales": scales}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_b43_a_loss_scaler_skips_together(pool: RankPool, kind: str, world_size: int) -> None:
+    answers = on(pool, world_size, b43_scaler, kind)
+    assert answers == [answers[0]] * world_size
+    first, second, third = answers[0]["weights"]
+    assert first == second == pytest.approx(1 - 0.1 * mean(world_size), rel=1e-6)
+    assert third == pytest.approx(1 - 0.2 * mean(world_size), rel=1e-6)
+    assert answers[0]["scales"] == [256.0, 128.0, 128.0]
 
 
 # ---- F. Buffers -----------------------------------------------------------------------------------------

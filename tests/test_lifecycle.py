@@ -226,7 +226,7 @@ def copied(ctx: RankContext) -> dict[str, Any]:
         sent = made.world.bytes_sent + run.statistics().bytes_sent
         twin.zero_grad()
         twin(feed(ctx)).sum().backward()
-        found = {
+        found: dict[str, Any] = {
             "keys": sorted(model.state_dict()) == keys,
             "twin": grad(twin.a.weight),
             "sent": made.world.bytes_sent + run.statistics().bytes_sent - sent,
@@ -254,10 +254,11 @@ def test_a_deepcopy_is_independent(pool: RankPool, world_size: int) -> None:
 
 def ddp_keys(ctx: RankContext) -> tuple[list[str], float]:
     with group(ctx):
-        model = bagua.DistributedDataParallel(Two())
+        inner = Two()
+        model = bagua.DistributedDataParallel(inner)
         state = {name: value.clone() + 1 for name, value in model.state_dict().items()}
         model.load_state_dict(state)
-        return list(model.state_dict()), model.module.a.weight.item()
+        return list(model.state_dict()), inner.a.weight.item()
 
 
 def test_ddp_has_torchs_state_dict_keys(pool: RankPool) -> None:
@@ -409,10 +410,10 @@ def ignoring(ctx: RankContext, kind: str, how: str) -> dict[str, Any]:
         if how == "argument":
             options = {"ignore": ignore}
         else:
-            model._ddp_params_and_buffers_to_ignore = [*ignore, "gone"]
+            vars(model)["_ddp_params_and_buffers_to_ignore"] = [*ignore, "gone"]
         wrapped = wrap(kind, model, **options)
         backward(wrapped, ctx)
-        values = [model.b.weight.item(), model.n.item()]
+        values = [model.b.weight.item(), model.get_buffer("n").item()]
         names = [name for plan in wrapped.run.buckets for name in plan.names]
         return {"grads": [grad(p) for p in model.parameters()], "values": values, "names": names}
 

@@ -165,7 +165,7 @@ class Simulation:
                 self.m[slot.spec.name] = np.where(self.v[slot.spec.name] > 0, part, 0.0)
 
     def local_momentum(self, name: str, rank: int, seed: int) -> np.ndarray[Any, Any]:
-        b1 = self.settings(name)["betas"][0]
+        b1: float = self.settings(name)["betas"][0]
         return b1 * self.m[name] + (1 - b1) * self.gradient(name, rank, seed)
 
     def compressed_mean(
@@ -400,7 +400,7 @@ def bagua_plan(model: nn.Module) -> tuple[BucketPlan, ...]:
 def foreign(ctx: RankContext) -> list[tuple[str, str]]:
     with group(ctx):
         model = Bowl(torch.float32)
-        partial = bagua.optim.OneBitAdam([model.w], warmup_steps=1)
+        partial = bagua.optim.OneBitAdam([model.get_parameter("w")], warmup_steps=1)
         other = torch.optim.SGD(model.parameters(), 0.1)
         algorithm = partial.algorithm
         return [

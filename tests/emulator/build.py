@@ -110,7 +110,7 @@ def build_kernels(folder: Path) -> Path:
     if not files:
         raise BuildError(f"no .cu files in {folder}")
     shim = SOURCES / "cuda_shim.h"
-    key = _digest([*files, shim], repr((KERNEL_FLAGS, _compiler(), built.directory.name)))
+    key = _digest([*files, shim], repr((KERNEL_FLAGS, _compiler())))
     target = cache_directory() / f"kernels-{key}"
     if not target.exists():
 

@@ -151,6 +151,22 @@ COUNT = 4096
 NAP_S = 0.1
 
 
+class Floats:
+    """Device memory that looks like a tensor."""
+
+    def __init__(self, pointer: int, count: int) -> None:
+        self.pointer, self.count = pointer, count
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+    def numel(self) -> int:
+        return self.count
+
+    def element_size(self) -> int:
+        return 4
+
+
 class Step:
     """A training step in small: compute on one stream, all-reduce on another."""
 
@@ -256,7 +272,7 @@ class Step:
         self.cuda.sync(self.compute)
 
     def callback_not_waited_for(self) -> None:
-        memory = (self.gradient, COUNT * 4)
+        memory = Floats(self.gradient, COUNT)
         view = (ctypes.c_float * COUNT).from_address(self.gradient)
 
         def backward() -> None:

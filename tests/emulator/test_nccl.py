@@ -24,7 +24,7 @@ from .ranks import run_emulated
 pytestmark = pytest.mark.timeout(60, func_only=True)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_collectives_against_numpy(world: int) -> None:
     seed = int(time.time())
     outcomes = run_emulated(run_collectives, world, emulator.unique_id(), seed)

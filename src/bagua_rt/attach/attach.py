@@ -17,6 +17,7 @@ from bagua_rt.attach.attached import Attached, Attachment
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.generation import Options
 from bagua_rt.attach.hooks import Hooks, attachment_of, is_attached
+from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.names import NamedTensors, name_tensors
 from bagua_rt.attach.resources import Resources
 from bagua_rt.attach.watch import ParameterWatch
@@ -136,9 +137,9 @@ def _make(
     state = algorithm.bind(context)
     try:
         watch = ParameterWatch(model, named.parameters, named.ignored)
-        engine = Engine(
-            named.parameters, watch, context, state, resources.pipeline, resources.control, options
-        )
+        pipeline, control = resources.pipeline, resources.control
+        layout = Layout(named.parameters, watch, context, state, pipeline, control, options)
+        engine = Engine(layout, pipeline, control, options)
     except BaseException:
         state.close()
         raise
@@ -152,8 +153,8 @@ def _install(
     attachment: Attachment,
 ) -> None:
     hooks, engine = attachment.hooks, attachment.engine
-    engine.on_new_parameters = lambda indices: hooks.install_on_parameters(indices, engine)
-    hooks.install_on_parameters(engine.plan.order, engine)
+    engine.layout.on_new_parameters = lambda indices: hooks.install_on_parameters(indices, engine)
+    hooks.install_on_parameters(engine.layout.plan.order, engine)
     hooks.install_on_module(model, attachment.before_forward)
     for optimizer in optimizers:
         hooks.install_on_optimizer(optimizer, engine)
@@ -228,8 +229,6 @@ def _refuse_nested(named: NamedTensors) -> None:
 
 
 def _check_tensors(named: NamedTensors, group: ProcessGroup) -> None:
-    for name, param in named.parameters.items():
-        ParameterSpec.of(name, param)
     for name, tensor in {**named.parameters, **named.buffers}.items():
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
@@ -244,3 +243,5 @@ def _check_tensors(named: NamedTensors, group: ProcessGroup) -> None:
                 got=str(tensor.device),
                 fix=f"move the model with .to('{group.device.type}') before attach()",
             )
+    for name, param in named.parameters.items():
+        ParameterSpec.of(name, param)

@@ -16,6 +16,7 @@ from bagua_rt.algorithms.base import Algorithm, Context
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.hooks import Hooks
 from bagua_rt.attach.join import Join
+from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.names import NamedTensors
 from bagua_rt.attach.resources import Resources
 from bagua_rt.bucket import BucketPlan
@@ -121,13 +122,14 @@ class Attachment:
 
 
 def _collected(attachment: Attachment, name: str) -> None:
-    """The handle is gone. Without it nobody can close the attachment, so it ends here, audibly."""
+    """The handle is gone. Without it nobody can close the attachment, so it ends here."""
     if not attachment.is_closed:
         text = (
-            f"the handle of attach() for {name} was collected: the model is detached; keep it, or close() it"
+            f"the handle of attach() for {name} was collected, so the model is detached; keep or close() it"
         )
         warnings.warn(text, ResourceWarning, stacklevel=2)
-        _log.warning(text)
+        if attachment.engine.generations == 0:
+            _log.warning(text)  # nobody kept it: the training to come would not be synchronised
         attachment.detach(orderly=False)
 
 
@@ -147,6 +149,11 @@ class Attached:
     def algorithm(self) -> Algorithm:
         """The algorithm in use."""
         return self._attachment.algorithm
+
+    @property
+    def bit_equal(self) -> bool:
+        """Do all ranks hold the same bits after each step, with this algorithm?"""
+        return self._attachment.engine.state.bit_equal
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
@@ -255,14 +262,14 @@ class Attached:
         Per rank: every rank saves its own.
         """
         attachment = self._open()
-        engine = attachment.engine
+        engine, layout = attachment.engine, attachment.engine.layout
         engine.settle()
         return {
             "algorithm": attachment.algorithm.name,
             "world_size": attachment.context.world_size,
             "generations": engine.generations,
-            "order": [engine.names[i] for i in engine.plan.order] if engine.has_real_order else None,
-            "state": engine.state.state_dict(),
+            "order": [layout.names[i] for i in layout.plan.order] if layout.has_ready_order else None,
+            "state": layout.state.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -280,10 +287,11 @@ class Attached:
             )
         engine.settle()
         if state["order"] is not None:
-            engine.use_order(_indices(engine, state["order"]))
+            engine.layout.has_ready_order = True
+            engine.layout.use_order(_indices(engine.layout, state["order"]))
         engine.generations = int(state["generations"])
         if state["world_size"] == self._attachment.context.world_size:
-            engine.load_algorithm_state(state["state"])
+            engine.layout.load_algorithm_state(state["state"])
         else:
             _log.warning(
                 "the checkpoint is of a world of %d ranks: the state of %s starts anew",
@@ -307,9 +315,9 @@ class Attached:
         self._attachment.detach(orderly=exc[0] is None)
 
 
-def _indices(engine: Engine, order: Sequence[str]) -> list[int]:
-    index_of = {name: i for i, name in enumerate(engine.names)}
-    present = [engine.names[i] for i in engine.plan.order]
+def _indices(layout: Layout, order: Sequence[str]) -> list[int]:
+    index_of = {name: i for i, name in enumerate(layout.names)}
+    present = [layout.names[i] for i in layout.plan.order]
     if sorted(order) != sorted(present):
         raise UsageError(
             "this checkpoint belongs to another model, or to one with other parameters frozen",

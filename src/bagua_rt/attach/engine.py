@@ -9,24 +9,19 @@ buckets hold what, and which operations run on them, the algorithm's state decid
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import nn
 
-from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
+from bagua_rt.algorithms.base import AlgorithmState, LaunchOn
 from bagua_rt.attach import verdict
 from bagua_rt.attach.backward import EndOfBackward, is_running
 from bagua_rt.attach.generation import Generation, Options
-from bagua_rt.attach.gradients import Gradients
+from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.place import place_of
-from bagua_rt.attach.plan import Plan
-from bagua_rt.attach.sparse import SparseGradients
 from bagua_rt.attach.untraced import untraced, untraced_frame
-from bagua_rt.attach.watch import ParameterWatch
 from bagua_rt.bucket import Bucket
 from bagua_rt.control import Control, LedgerEntry, LedgerResult, PendingMax, pack, unpack
 from bagua_rt.errors import BaguaError, InternalError, UsageError
@@ -39,154 +34,49 @@ if TYPE_CHECKING:
 class Engine:
     """Drives the generations of one attachment. Everything runs on the training thread.
 
-    `on_new_parameters` is told of parameters that take part for the first time.
-
     Args:
-        params: The parameters by name, frozen ones too, in registration order.
-        watch: Tells which of them take part.
-        context: What the algorithm may use.
-        state: The algorithm's state.
+        layout: The plan in force, and the algorithm's state on it.
         pipeline: Launches and waits.
         control: The control lane.
         options: What attach() was asked for.
+
+    Attributes:
+        generations: How many generations there were.
+        is_synchronised: False within no_sync().
+        join: The join() that is in force.
     """
 
-    def __init__(
-        self,
-        params: dict[str, nn.Parameter],
-        watch: ParameterWatch,
-        context: Context,
-        state: AlgorithmState,
-        pipeline: Pipeline,
-        control: Control,
-        options: Options,
-    ) -> None:
-        self.names = list(params)
-        self.params = list(params.values())
-        self.on_new_parameters: Callable[[Sequence[int]], None] | None = None
-        self._watch = watch
-        self._context = context
-        self.state = state
+    def __init__(self, layout: Layout, pipeline: Pipeline, control: Control, options: Options) -> None:
+        self.layout = layout
         self.pipeline = pipeline
-        self._control = control
-        self._options = options
         self.generations = 0
         self.is_synchronised = True
-        self.has_real_order = False
+        self.join: Join | None = None
+        self._control = control
+        self._options = options
         self._generation: Generation | None = None
+        self._ready_order: Sequence[int] = layout.plan.order
         self._unsynchronised: set[int] = set()
-        self._stage = state.stage_wanted()
         self._step_is_due = False
         self._step_error: BaguaError | None = None
-        self.join: Join | None = None
         self._thread = threading.get_ident()
-        self.plan = self._planned(list(reversed(watch.trainable())))
-        self._ready_order = self.plan.order
-        self._install()
 
-    # ---- plan -------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> AlgorithmState:
+        """The algorithm's state."""
+        return self.layout.state
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets, in launch order."""
-        return self.plan.buckets
-
-    def _planned(self, order: Sequence[int]) -> Plan:
-        sparse = self._watch.sparse if self.state.source == "gradient" else set()
-        return Plan(
-            self.names,
-            self.params,
-            order,
-            sparse,
-            cap_bytes=self._options.cap_bytes,
-            first_cap_bytes=self._options.first_cap_bytes,
-            alignment=self.state.alignment(),
-            lanes=len(self._context.communicators.lanes),
-        )
-
-    def _install(self) -> None:
-        self._gradients = Gradients(self.plan, self._context, self._options)
-        self._sparse = SparseGradients(
-            [self.names[i] for i in self.plan.sparse],
-            [self.params[i] for i in self.plan.sparse],
-            self._context,
-            self._control,
-            self.pipeline,
-        )
-        self.state.setup(self.buckets)
-        self.pipeline.install(self.state, self.buckets)
-        if self.plan.sparse and self.state.launch_on is not LaunchOn.GRADIENT_READY:
-            raise UsageError(
-                f"the gradient of {self.names[self.plan.sparse[0]]!r} is sparse",
-                expected="dense gradients, for an algorithm that communicates just before the step",
-                fix="build the embedding with sparse=False, or use GradientAllReduce",
-            )
-
-    def replan(self, order: Sequence[int]) -> None:
-        """Plan anew for gradients that come in `order`; what the algorithm remembers goes along.
-
-        Every rank plans for itself; the ledger of the generation compares the plans.
-        """
-        saved = self.state.state_dict()
-        self.plan.release_gradients()
-        self.plan = self._planned(order)
-        self._install()
-        self.state.load_state_dict(saved)
+        return self.layout.plan.buckets
 
     def replace_state(self, state: AlgorithmState) -> None:
-        """Go on with another algorithm's state, on buckets of its own. No weights are moved."""
+        """Go on with another algorithm's state; no weights are moved."""
+        self.give_up_lost_backward()
         self.settle()
-        self.state.close()
-        self.state = state
+        self.layout.replace_state(state)
         self._step_is_due = False
-        self._enter_stage()
-
-    def _enter_stage(self) -> None:
-        self._stage = self.state.stage_wanted()
-        self.plan.release_gradients()
-        self.plan = self._planned(self.plan.order)
-        self._install()
-
-    def load_algorithm_state(self, state: Mapping[str, Any]) -> None:
-        """Take up the algorithm's part of a checkpoint, in the stage that it was saved in."""
-        self.state.load_state_dict(state)
-        if self.state.stage_wanted() != self._stage:
-            self._enter_stage()
-            self.state.load_state_dict(state)
-
-    def use_order(self, order: Sequence[int]) -> None:
-        """Plan by a ready order that is known, and the same on every rank."""
-        self.has_real_order = True
-        if tuple(order) != self.plan.order:
-            self.replan(order)
-
-    def _adopt_ready_order(self) -> None:
-        """Plan by the order in which rank 0's gradients really became ready in the first generation."""
-        if self.has_real_order or self.generations != 1 or self.state.source != "gradient":
-            return
-        mine = np.asarray(self._ready_order, dtype=np.int32).tobytes()
-        theirs = self._control.broadcast(mine if self._control.rank == 0 else None)
-        order: list[int] = np.frombuffer(theirs, dtype=np.int32).tolist()
-        now = dict.fromkeys(self.plan.order)  # frozen or unfrozen since that generation
-        known = set(order)
-        self.use_order([*(i for i in order if i in now), *(i for i in now if i not in known)])
-
-    def _follow_the_model(self) -> None:
-        """Parameters may have been frozen, unfrozen or tied since; anything else is an error on all ranks."""
-        if not self._watch.has_changed():
-            return
-        try:
-            trainable = self._watch.trainable()
-        except UsageError as error:
-            self.pipeline.fail(error)
-            raise
-        before = set(self.plan.order)
-        new = [i for i in trainable if i not in before]
-        now = set(trainable)
-        if new or len(now) != len(before):
-            if self.on_new_parameters is not None:
-                self.on_new_parameters(new)
-            self.replan([i for i in self.plan.order if i in now] + list(reversed(new)))
 
     # ---- a generation -----------------------------------------------------------------------------------
 
@@ -201,7 +91,7 @@ class Engine:
         generation = self._generation
         if generation is None or generation.end is None or generation.end.callback() is None:
             generation = self._begin_backward()
-        bucket = self.plan.bucket_of[index]
+        bucket = self.layout.plan.bucket_of[index]
         if generation.seen[index] or bucket < 0:
             self._accept_without_bucket(generation, index)
         generation.seen[index] = True
@@ -221,14 +111,14 @@ class Engine:
     def _accept_without_bucket(self, generation: Generation, index: int) -> None:
         if generation.seen[index]:
             raise UsageError(
-                f"the gradient of {self.names[index]!r} came twice in one backward",
+                f"the gradient of {self.layout.names[index]!r} came twice in one backward",
                 expected="each parameter's gradient once",
                 got="a second one, as reentrant activation checkpoints give for a parameter used twice",
                 fix="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             )
-        if index not in self.plan.sparse:
+        if index not in self.layout.plan.sparse:
             raise UsageError(
-                f"{self.names[index]!r} got a gradient, but it was frozen when the backward began",
+                f"{self.layout.names[index]!r} got a gradient, but it was frozen when the backward began",
                 expected="requires_grad to change between steps",
                 fix="unfreeze it before the model's forward, on every rank",
             )
@@ -237,15 +127,15 @@ class Engine:
         if self.join is not None:
             self.join.announce()
         self.settle()
-        self._follow_the_model()
-        self._adopt_ready_order()
-        if self.state.stage_wanted() != self._stage:
-            self._enter_stage()
+        self.layout.follow_the_model()
+        if self.generations == 1 and not self.layout.has_ready_order and self.state.source == "gradient":
+            self.layout.adopt_ready_order(self._ready_order)
+        self.layout.enter_stage()
         self._step_error = None
         self._step_is_due = False
         communicates = self.state.begin_generation(self.generations)
-        generation = Generation(self.buckets, len(self.params), self.state.launch_on, communicates)
-        generation.versions = [self.params[i]._version for i in self.plan.order]
+        generation = Generation(self.buckets, len(self.layout.params), self.state.launch_on, communicates)
+        generation.versions = [self.layout.params[i]._version for i in self.layout.plan.order]
         self._generation = generation
         if communicates and generation.launch_on is not LaunchOn.STEP_PRE:
             self.pipeline.begin()
@@ -255,7 +145,7 @@ class Engine:
 
     @untraced
     def _stage_bucket(self, generation: Generation, index: int) -> None:
-        generation.nonfinite += self._gradients.stage(self.state, index, generation.seen)
+        generation.nonfinite += self.layout.gradients.stage(self.state, index, generation.seen)
         self.pipeline.ready(index)
         generation.staged[index] = True
 
@@ -272,7 +162,7 @@ class Engine:
             raise InternalError("a backward ended outside of a generation")
         missing = self._missing(generation)
         result = self._complete(generation, missing)
-        unseen = (i for i in self.plan.order if not generation.seen[i])
+        unseen = (i for i in self.layout.plan.order if not generation.seen[i])
         self._ready_order = (*generation.order, *unseen)
         self._close_generation()
         try:
@@ -285,13 +175,13 @@ class Engine:
             raise
         unused = frozenset(result.missing_everywhere)
         if generation.launches_in_backward:
-            self._gradients.expose(unused, self._correction())
+            self.layout.gradients.expose(unused, self._correction())
             self.state.commit()
         elif self.state.source == "gradient":
             if result.any_nonfinite:
-                self._gradients.make_nonfinite()
+                self.layout.gradients.make_nonfinite()
             self._step_is_due = generation.communicates
-        self.state.after_backward(frozenset(self.params[i] for i in unused))
+        self.state.after_backward(frozenset(self.layout.params[i] for i in unused))
 
     def _complete(self, generation: Generation, missing: Sequence[bool]) -> LedgerResult:
         """Launch what is left, and the ledger beside it; wait for both."""
@@ -300,11 +190,11 @@ class Engine:
             self._stage_rest(generation)
         nonfinite = bool(generation.nonfinite)
         if generation.launch_on is LaunchOn.STEP_PRE and self.state.source == "gradient":
-            nonfinite = not self._gradients.are_finite()
+            nonfinite = not self.layout.gradients.are_finite()
         with self._fatal():
             ledger = self._control.launch_max(pack(self._entry(missing, nonfinite=nonfinite)))
-            if self.plan.sparse:
-                self._sparse.add_up(self.state.scale)
+            if self.layout.plan.sparse:
+                self.layout.sparse.add_up(self.state.scale)
             if launches:
                 self.pipeline.wait(lambda: self._look_into(ledger))
             return self._read(ledger)
@@ -322,10 +212,10 @@ class Engine:
         return 1.0 if self.join is None else self.join.correction
 
     def _missing(self, generation: Generation) -> list[bool]:
-        missing = [False] * len(self.params)
+        missing = [False] * len(self.layout.params)
         if self.state.source == "gradient":
-            for i in self.plan.order:
-                accumulated = i in self._unsynchronised and self.params[i].grad is not None
+            for i in self.layout.plan.order:
+                accumulated = i in self._unsynchronised and self.layout.params[i].grad is not None
                 missing[i] = not generation.seen[i] and not accumulated
         return missing
 
@@ -339,8 +229,8 @@ class Engine:
     ) -> LedgerEntry:
         return LedgerEntry(
             generation=self.generations,
-            stage=self._stage,
-            plan_digest=self.plan.digest,
+            stage=self.layout.stage,
+            plan_digest=self.layout.plan.digest,
             missing=missing,
             aborted=aborted,
             nonfinite=nonfinite,
@@ -365,18 +255,18 @@ class Engine:
     def _judge(self, result: LedgerResult, missing: Sequence[bool], generation: Generation) -> None:
         verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
         if self._options.check:
-            mine = [self.names[i] for i in generation.nonfinite]
+            mine = [self.layout.names[i] for i in generation.nonfinite]
             verdict.raise_if_not_finite(result, self._control, mine)
         if not self._options.find_unused_parameters:
-            verdict.raise_if_unused(result, self._control, self.names, missing)
+            verdict.raise_if_unused(result, self._control, self.layout.names, missing)
         self._refuse_moved_weights(generation)
 
     def _refuse_moved_weights(self, generation: Generation) -> None:
         """A step inside of backward (in a user's gradient hook) moves by local gradients, unnoticed."""
-        for i, version in zip(self.plan.order, generation.versions, strict=True):
-            if self.params[i]._version != version:
+        for i, version in zip(self.layout.plan.order, generation.versions, strict=True):
+            if self.layout.params[i]._version != version:
                 raise UsageError(
-                    f"{self.names[i]!r} was changed while backward ran",
+                    f"{self.layout.names[i]!r} was changed while backward ran",
                     expected="weights that stay as they are until the gradients are synchronised",
                     got="a change in place, as an optimizer makes that steps in a gradient hook",
                     fix="step after backward(); the replicas may differ now",
@@ -420,10 +310,10 @@ class Engine:
                 self.buckets[index].flat.zero_()
                 self.pipeline.ready(index)
         with self._fatal():
-            nothing = [False] * len(self.params)
+            nothing = [False] * len(self.layout.params)
             ledger = self._control.launch_max(pack(self._entry(nothing, aborted=aborted, finished=finished)))
-            if self.plan.sparse:
-                self._sparse.add_nothing()
+            if self.layout.plan.sparse:
+                self.layout.sparse.add_nothing()
             if launches:
                 self.pipeline.wait(lambda: self._look_into(ledger))
             return self._read(ledger)
@@ -436,7 +326,7 @@ class Engine:
         self.pipeline.raise_failure()
         self.give_up_lost_backward()
         if not self.pipeline.is_open and self._generation is None:
-            self._follow_the_model()
+            self.layout.follow_the_model()
         if (
             self.is_synchronised
             and training
@@ -476,7 +366,7 @@ class Engine:
             self._step_is_due = False
             self.pipeline.begin()
             for bucket in self.buckets:
-                self._gradients.stage(self.state, bucket.index, None)
+                self.layout.gradients.stage(self.state, bucket.index, None)
                 self.pipeline.ready(bucket.index)
         self.settle()
         self.state.before_step(optimizer)
@@ -488,7 +378,11 @@ class Engine:
     def _refuse_unsynchronised(self) -> None:
         if self.state.source != "gradient":
             return
-        local = [self.names[i] for i in sorted(self._unsynchronised) if self.params[i].grad is not None]
+        local = [
+            self.layout.names[i]
+            for i in sorted(self._unsynchronised)
+            if self.layout.params[i].grad is not None
+        ]
         if local:
             raise UsageError(
                 "optimizer.step() with gradients that were accumulated under no_sync() only",
@@ -514,7 +408,7 @@ class Engine:
         if generation is None:
             doing = f"between generations, the last one was {self.generations - 1}"
         else:
-            came, count = len(generation.order), len(self.plan.order)
+            came, count = len(generation.order), len(self.layout.plan.order)
             doing = f"in generation {self.generations}, {came} of {count} gradients came"
         return f"{doing}; its trainer is at {place_of(self._thread)}"
 
@@ -529,5 +423,5 @@ class Engine:
                 self.give_up_lost_backward()
                 self.settle()
         finally:
-            self.plan.release_gradients()
+            self.layout.plan.release_gradients()
             self.state.close()

@@ -83,7 +83,7 @@ class Hooks:
             if index in self._hooked:
                 continue
             self._hooked.add(index)
-            param = engine.params[index]
+            param = engine.layout.params[index]
             hook = partial(engine.on_gradient, index)  # torch itself leaves it out of copies and pickles
             self._removables.append(param.register_post_accumulate_grad_hook(hook))
 
@@ -124,4 +124,4 @@ class Hooks:
         while self._removables:
             self._removables.pop().remove()
         while self._paired:
-            self._paired.pop().before_update = None
+            vars(self._paired.pop()).pop("before_update", None)

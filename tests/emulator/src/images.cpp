@@ -55,7 +55,9 @@ bool parse_cubin(const char* data, Image& image) {
     // sm_100 on it is 8, with the architecture in the next byte.
     unsigned flags = header.e_flags;
     image.architecture = header.e_ident[EI_ABIVERSION] < 8 ? flags & 0xff : flags >> 8 & 0xff;
-    auto section = [&](int i) { return load<Elf64_Shdr>(data + header.e_shoff + i * sizeof(Elf64_Shdr)); };
+    auto section = [&](int i) {
+        return load<Elf64_Shdr>(data + header.e_shoff + i * sizeof(Elf64_Shdr));
+    };
     const char* names = data + section(header.e_shstrndx).sh_offset;
     auto suffix_after = [](const char* name, const char* prefix) -> const char* {
         size_t length = strlen(prefix);
@@ -65,12 +67,11 @@ bool parse_cubin(const char* data, Image& image) {
         Elf64_Shdr entry = section(i);
         const char* name = names + entry.sh_name;
         const char* at = data + entry.sh_offset;
-        if (const char* kernel = suffix_after(name, ".nv.info."))
-            parse_info(at, at + entry.sh_size, image.kernels[kernel]);
-        else if (const char* kernel = suffix_after(name, ".nv.shared."))
-            image.kernels[kernel].static_shared = entry.sh_size;
-        else if (const char* kernel = suffix_after(name, ".text."))
-            image.kernels[kernel];
+        if (const char* described = suffix_after(name, ".nv.info."))
+            parse_info(at, at + entry.sh_size, image.kernels[described]);
+        if (const char* sharing = suffix_after(name, ".nv.shared."))
+            image.kernels[sharing].static_shared = entry.sh_size;
+        if (const char* code = suffix_after(name, ".text.")) image.kernels[code];
     }
     // Device functions that were not inlined have sections too, but no constant bank of their own.
     for (auto it = image.kernels.begin(); it != image.kernels.end();) {

@@ -144,7 +144,8 @@ void begin_launch_checks() {
     scheduler.pages.clear();
     scheduler.last_page_number = UINTPTR_MAX;
     const Launch& launch = *scheduler.launch;
-    auto static_bytes = static_cast<size_t>(launch.kernel->shared_end - launch.kernel->shared_begin);
+    const KernelDef& kernel = *launch.kernel;
+    auto static_bytes = static_cast<size_t>(kernel.shared_end - kernel.shared_begin);
     scheduler.shared_static.assign(static_bytes, SharedByte{});
     scheduler.shared_dynamic.assign(launch.dynamic_shared, SharedByte{});
     scheduler.published.assign(size_t{launch.grid[0]} * launch.grid[1] * launch.grid[2], false);

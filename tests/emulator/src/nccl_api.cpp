@@ -111,7 +111,8 @@ ncclResult_t resolve_reduction(ncclComm* comm, const char* name, int op, ncclDat
                                Reduction& out) {
     if (type >= ncclFloat8e4m3) {
         emu_report("unknown", "NCCL reductions of float8");
-        return fail(ncclInvalidArgument, format("%s : reductions of float8 are not emulated", name));
+        return fail(ncclInvalidArgument,
+                    format("%s : reductions of float8 are not emulated", name));
     }
     if (op >= 0 && op < ncclNumOps) {
         out.op = op;

@@ -202,7 +202,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int ranks, ncclUniqueId id, int rank,
                                     ncclConfig_t* config) {
     nccl::Settings settings;
-    if (!out) return group_failed(fail(ncclInvalidArgument, "CommInitRank : comm argument is NULL"));
+    if (!out)
+        return group_failed(fail(ncclInvalidArgument, "CommInitRank : comm argument is NULL"));
     *out = nullptr;
     if (auto result = nccl::read_config(config, settings)) return group_failed(result);
     if (ranks < 1 || rank < 0 || rank >= ranks)
@@ -211,7 +212,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int ranks, ncclUniqueId id,
     if (!nccl::valid_unique_id(id))
         return group_failed(fail(ncclInvalidArgument, "the unique id is not from ncclGetUniqueId"));
     if (emu_current_device() < 0)
-        return group_failed(fail(ncclUnhandledCudaError, "Cuda failure 201 'invalid device context'"));
+        return group_failed(
+            fail(ncclUnhandledCudaError, "Cuda failure 201 'invalid device context'"));
     auto* comm = nccl::new_comm(ranks, rank, settings);
     return nccl::start(comm, out, [comm, id] { return nccl::connect_ranks(comm, id); });
 }
@@ -256,7 +258,8 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ou
                            ncclConfig_t* config) {
     if (auto result = check_ready(parent, "CommSplit")) return group_failed(result);
     nccl::Settings settings{parent->blocking};
-    if (!out) return group_failed(fail(ncclInvalidArgument, "CommSplit : newcomm argument is NULL"));
+    if (!out)
+        return group_failed(fail(ncclInvalidArgument, "CommSplit : newcomm argument is NULL"));
     if (auto result = nccl::read_config(config, settings)) return group_failed(result);
     if (color < NCCL_SPLIT_NOCOLOR)
         return group_failed(fail(ncclInvalidArgument, format("invalid color %d", color)));

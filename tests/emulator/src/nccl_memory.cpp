@@ -48,7 +48,8 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buffer, size_t bytes,
                                     ncclWindow_t* window, int) {
     if (auto result = check_ready(comm, "CommWindowRegister")) return nccl::group_failed(result);
     if (!buffer || !bytes || !window)
-        return nccl::group_failed(fail(ncclInvalidArgument, "CommWindowRegister : invalid argument"));
+        return nccl::group_failed(
+            fail(ncclInvalidArgument, "CommWindowRegister : invalid argument"));
     if (reinterpret_cast<uintptr_t>(buffer) % NCCL_WIN_REQUIRED_ALIGNMENT)
         return nccl::group_failed(
             fail(ncclInvalidArgument, format("CommWindowRegister : the buffer is not aligned to %d "

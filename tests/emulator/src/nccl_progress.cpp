@@ -258,7 +258,8 @@ private:
         constexpr size_t head = sizeof(Header);
         bool in_header = s.moved < head;
         const char* from =
-            in_header ? reinterpret_cast<const char*>(&s.header) + s.moved : s.data + s.moved - head;
+            in_header ? reinterpret_cast<const char*>(&s.header) + s.moved
+                      : s.data + s.moved - head;
         size_t left = in_header ? head - s.moved : head + s.header.bytes - s.moved;
         ssize_t moved = ::send(comm_->data[rank], from, left, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (moved < 0 && errno != EAGAIN && errno != EINTR) gone = true;

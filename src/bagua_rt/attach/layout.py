@@ -1,0 +1,172 @@
+"""What an attachment has in force now: the plan, its memory, and the algorithm's state on it.
+
+It changes when the ready order is first known, when parameters are frozen or unfrozen, when the algorithm
+enters another stage, and when it is replaced. Each time gradients leave the old buckets, and `setup` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
+from bagua_rt.attach.generation import Options
+from bagua_rt.attach.gradients import Gradients
+from bagua_rt.attach.plan import Plan
+from bagua_rt.attach.sparse import SparseGradients
+from bagua_rt.attach.watch import ParameterWatch
+from bagua_rt.control import Control
+from bagua_rt.errors import UsageError
+from bagua_rt.scheduler import Pipeline
+
+
+class Layout:
+    """The plan in force, and what depends on it. Changed between generations only.
+
+    Every rank plans for itself, from what is equal on all; the ledger of each generation compares the plans.
+
+    Args:
+        params: The parameters by name, frozen ones too, in registration order.
+        watch: Tells which of them take part.
+        context: What the algorithm may use.
+        state: The algorithm's state.
+        pipeline: Launches and waits.
+        control: The control lane.
+        options: What attach() was asked for.
+
+    Attributes:
+        names: The parameters' names. A parameter's index is its place in this list.
+        params: The parameters.
+        state: The algorithm's state.
+        stage: Its stage, as `setup` has seen it.
+        plan: The plan.
+        gradients: Moves gradients between parameters and buckets.
+        sparse: Adds up sparse gradients.
+        has_ready_order: Is the plan in the order in which gradients become ready?
+        on_new_parameters: Told of parameters that take part for the first time.
+    """
+
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        watch: ParameterWatch,
+        context: Context,
+        state: AlgorithmState,
+        pipeline: Pipeline,
+        control: Control,
+        options: Options,
+    ) -> None:
+        self.names = list(params)
+        self.params = list(params.values())
+        self.state = state
+        self.stage = state.stage_wanted()
+        self.has_ready_order = False
+        self.on_new_parameters: Callable[[Sequence[int]], None] | None = None
+        self._watch = watch
+        self._context = context
+        self._pipeline = pipeline
+        self._control = control
+        self._options = options
+        self.plan = self._planned(list(reversed(watch.trainable())))
+        self._install()
+
+    def _planned(self, order: Sequence[int]) -> Plan:
+        sparse = self._watch.sparse if self.state.source == "gradient" else set()
+        return Plan(
+            self.names,
+            self.params,
+            order,
+            sparse,
+            cap_bytes=self._options.cap_bytes,
+            first_cap_bytes=self._options.first_cap_bytes,
+            alignment=self.state.alignment(),
+            lanes=len(self._context.communicators.lanes),
+        )
+
+    def _install(self) -> None:
+        plan, names, params = self.plan, self.names, self.params
+        self.gradients = Gradients(plan, self._context, self._options)
+        self.sparse = SparseGradients(
+            [names[i] for i in plan.sparse],
+            [params[i] for i in plan.sparse],
+            self._context,
+            self._control,
+            self._pipeline,
+        )
+        self.state.setup(plan.buckets)
+        self._pipeline.install(self.state, plan.buckets)
+        if plan.sparse and self.state.launch_on is not LaunchOn.GRADIENT_READY:
+            raise UsageError(
+                f"the gradient of {names[plan.sparse[0]]!r} is sparse",
+                expected="dense gradients, for an algorithm that communicates just before the step",
+                fix="build the embedding with sparse=False, or use GradientAllReduce",
+            )
+
+    def _replan(self, order: Sequence[int]) -> None:
+        self.plan.release_gradients()
+        self.plan = self._planned(order)
+        self._install()
+
+    def replace_state(self, state: AlgorithmState) -> None:
+        """Go on with another algorithm's state, on buckets of its own. No weights are moved."""
+        self.state.close()
+        self.state = state
+        self.stage = state.stage_wanted()
+        self._replan(self.plan.order)
+
+    def enter_stage(self) -> None:
+        """If the algorithm wants another stage, set it up for that."""
+        if self.state.stage_wanted() != self.stage:
+            self.stage = self.state.stage_wanted()
+            self._replan(self.plan.order)
+
+    def load_algorithm_state(self, state: Mapping[str, Any]) -> None:
+        """Take up the algorithm's part of a checkpoint, in the stage that it was saved in."""
+        self.state.load_state_dict(state)
+        if self.state.stage_wanted() != self.stage:
+            self.enter_stage()
+            self.state.load_state_dict(state)
+
+    def use_order(self, order: Sequence[int]) -> None:
+        """Plan for gradients that come in `order`; what the algorithm remembers goes along."""
+        if tuple(order) != self.plan.order:
+            saved = self.state.state_dict()
+            self._replan(order)
+            self.state.load_state_dict(saved)
+
+    def adopt_ready_order(self, mine: Sequence[int]) -> None:
+        """Plan by the order in which rank 0's gradients really became ready. Collective.
+
+        Raises:
+            CollectiveError: a rank did not take part.
+        """
+        self.has_ready_order = True
+        payload = np.asarray(mine, dtype=np.int32).tobytes()
+        theirs = self._control.broadcast(payload if self._control.rank == 0 else None)
+        order: list[int] = np.frombuffer(theirs, dtype=np.int32).tolist()
+        now = dict.fromkeys(self.plan.order)  # frozen or unfrozen since
+        known = set(order)
+        self.use_order([*(i for i in order if i in now), *(i for i in now if i not in known)])
+
+    def follow_the_model(self) -> None:
+        """Parameters may have been frozen, unfrozen or tied since; the plan follows.
+
+        Raises:
+            UsageError: they were changed in another way; it ends the attachment on all ranks.
+        """
+        if not self._watch.has_changed():
+            return
+        try:
+            trainable = self._watch.trainable()
+        except UsageError as error:
+            self._pipeline.fail(error)
+            raise
+        before, now = set(self.plan.order), set(trainable)
+        if before != now:
+            new = [i for i in trainable if i not in before]
+            if self.on_new_parameters is not None:
+                self.on_new_parameters(new)
+            self.use_order([*(i for i in self.plan.order if i in now), *reversed(new)])
