@@ -483,6 +483,7 @@ def test_ranks_that_never_come_are_named(pools: Pools, port: int) -> None:
 def rank_0_dies(ctx: RankContext, port: int) -> tuple[str, str]:
     group = start(port, ctx.rank, ctx.world_size)
     lane = group.control("x")
+    lane.agree("start")
     if ctx.rank == 0:
         os._exit(4)
     with pytest.raises(PeerError) as first:

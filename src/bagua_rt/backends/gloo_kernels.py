@@ -64,10 +64,12 @@ def _copy_in(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], sca
     scaled: list[torch.Tensor] = []  # of these, the ones already in place
     for t, view in zip(tensors, views, strict=True):
         if t.data_ptr() == view.data_ptr() and t.stride() == view.stride() and t.dtype == view.dtype:
-            if scale != 1.0:
+            if scale != 1.0 and view.itemsize > 2:
                 scaled.append(view)
-        elif t.numel() >= _BIG and scale != 1.0 and t.dtype == view.dtype:
-            torch.mul(t, scale, out=view)
+            elif scale != 1.0:
+                view.mul_(scale)
+        elif scale != 1.0 and t.dtype == view.dtype and (t.numel() >= _BIG or t.itemsize <= 2):
+            torch.mul(t, scale, out=view)  # in 16 bits always: the batch would round the scale first
         else:
             sources.append(t)
             targets.append(view)

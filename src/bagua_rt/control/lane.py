@@ -21,7 +21,13 @@ import numpy as np
 import torch
 
 # torch.distributed re-exports these names without telling type checkers.
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOp
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+    ReduceOp,
+)
 
 from bagua_rt.control.failure_board import FailureBoard
 from bagua_rt.control.patience import Patience
@@ -40,9 +46,10 @@ _TOPIC_BYTES = 200
 class _Gloo:
     """A gloo group whose deadline is ours, and that never holds up the interpreter's exit."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
         self._pid = os.getpid()
-        self.group: Any = ProcessGroupGloo(store, rank, world_size, _GLOO_TIMEOUT)
+        # This deadline holds for the making, where a peer may die too; each operation brings its own.
+        self.group: Any = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))  # [Note: a group is leaked on purpose]
 
     def close(self, *, is_sound: bool) -> None:
@@ -130,9 +137,13 @@ class Control:
         self._agreement: Any = None  # what an agreement waits for; still there if it was interrupted
         if client is not None and world_size > 1:
             meet(client, rank, world_size, timeout_s, f"the control lane {name}")
-            self._groups = tuple(
-                _Gloo(client.prefixed(f"gloo/{part}"), rank, world_size) for part in ("agree", "max")
-            )
+            try:
+                self._groups = tuple(
+                    _Gloo(client.prefixed(f"gloo/{part}"), rank, world_size, timeout_s)
+                    for part in ("agree", "max")
+                )
+            except RuntimeError as error:
+                raise _peer_error(f"making the control lane {name}", error, "") from error
             self.failures = FailureBoard(client.clone())
             self.roll_call = RollCall(client.clone(), rank, world_size)
 
@@ -291,8 +302,9 @@ class Control:
 
     def _gather(self, record: torch.Tensor, what: str, pace: Pace) -> list[bytes]:
         out = torch.empty(self.world_size * _RECORD_BYTES, dtype=torch.uint8)
-        group = self._groups[0].group
-        work = self._launch(lambda: group._allgather_base(out, record), what)
+        group, options = self._groups[0].group, AllgatherOptions()
+        options.timeout = _GLOO_TIMEOUT
+        work = self._launch(lambda: group._allgather_base(out, record, options), what)
         self._await(work, what, pace)
         text = out.numpy().tobytes()
         return [text[i : i + _RECORD_BYTES] for i in range(0, len(text), _RECORD_BYTES)]

@@ -25,6 +25,8 @@ from bagua_rt.errors import CollectiveTimeoutError, PeerError
 
 _T = TypeVar("_T")
 
+_CLONE_S = 30.0  # generous: on a live server it takes 1 ms
+
 
 def lone_store() -> Store:
     """A store for a world of one rank: in memory, without a port."""
@@ -54,10 +56,15 @@ class Pace:
         self._pause_s = min(self._pause_s * 1.5, 0.05)
 
 
-def within(timeout_s: float, fn: Callable[[], _T]) -> _T:
+def within(timeout_s: float, fn: Callable[[], _T], may_go_on: Callable[[], bool] = lambda: True) -> _T:
     """Call `fn`, which has no deadline of its own, in a daemon thread.
 
     Name lookups and the constructor of a TCPStore client can block for as long as the other side likes.
+
+    Args:
+        timeout_s: The deadline.
+        fn: What to call.
+        may_go_on: Asked meanwhile; when it says no, the wait ends as if the deadline had passed.
 
     Raises:
         TimeoutError: `fn` is not done after `timeout_s`; it is left behind.
@@ -74,7 +81,9 @@ def within(timeout_s: float, fn: Callable[[], _T]) -> _T:
 
     thread = threading.Thread(target=call, name="bagua_rt-lookup", daemon=True)
     thread.start()
-    thread.join(max(timeout_s, 0.0))
+    pace = Pace(timeout_s)
+    while thread.is_alive() and not pace.is_over and may_go_on():
+        thread.join(max(0.0, min(0.05, pace.left_s)))
     if failed:
         raise failed[0]
     if not done:
@@ -125,9 +134,11 @@ class StoreClient:
         """A client with a connection of its own, for another thread."""
         if not self.is_alive():
             raise self.gone()
+        clone: Callable[[], Store] = self.store.clone  # type: ignore[attr-defined]  # missing in torch's stub
         try:
-            store: Store = self.store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
-        except RuntimeError as error:
+            # A clone connects anew, and goes on trying when the server has died.
+            store = within(_CLONE_S, clone, self.is_alive)
+        except (TimeoutError, RuntimeError) as error:
             raise self.gone() from error
         return StoreClient(store, self.address, self.prefix, self._endpoint)
 
