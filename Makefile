@@ -14,14 +14,14 @@ PIP    := $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 train: .venv/installed  ## two ranks train a byte-level GPT; ARGS="--algorithm onebit_adam --ranks 3", ARGS=--help
 	@$(BIN)/python examples/train_gpt.py --ranks $(RANKS) $(ARGS)
 
-test: .venv/installed  ## the whole suite; ARGS="-k bucket" for a part
+test: .venv/dev  ## the whole suite; ARGS="-k bucket" for a part
 	$(BIN)/pytest --cov $(ARGS)
 
-check: .venv/installed  ## what needs no run: lint, format, types, layers, CHANGELOG against the version
+check: .venv/dev  ## what needs no run: lint, format, types, layers, CHANGELOG against the version
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports
 	$(BIN)/pytest -q -p no:cacheprovider tests/test_project.py -k version
 
-fix: .venv/installed  ## what ruff can mend by itself
+fix: .venv/dev  ## what ruff can mend by itself
 	$(BIN)/ruff check --fix && $(BIN)/ruff format
 
 clean:
@@ -31,9 +31,15 @@ clean:
 #   make train TORCH="torch==2.13.0 --index-url https://…" EXTRA=cu12 ARGS="--device cuda"      (cu12 or cu13, never both)
 .venv/installed: pyproject.toml constraints.txt .venv/choice
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@echo "installing into .venv: $(TORCH), bagua-rt, tools (minutes, the first time)"
+	@echo "installing into .venv: $(TORCH), bagua-rt (minutes, the first time)"
 	@$(PIP) $(TORCH)
-	@$(PIP) -e ".[dev,examples$(if $(EXTRA),$(,)$(EXTRA))]"
+	@$(PIP) -e ".[examples$(if $(EXTRA),$(,)$(EXTRA))]"
+	@touch $@
+
+# Tests also need the tools, and the CUDA libraries for what runs on the emulated GPU.
+.venv/dev: .venv/installed
+	@echo "installing the tools and the CUDA libraries into .venv"
+	@$(PIP) -e ".[dev,examples,$(or $(EXTRA),cu12)]"
 	@touch $@
 
 .venv/choice: FORCE

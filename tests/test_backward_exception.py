@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import bagua_rt as bagua
 from tests.micro import KINDS, backward, caught, feed, grad, group, mean, on, ones_linear, wrap
 from tests.ranks import RankContext, RankPool
 
@@ -93,6 +94,42 @@ def test_the_next_step_is_right_and_the_others_hear_of_it(
         for error, text in found["steps"]:
             assert error == ("UsageError" if rank in ranks else "PeerError")
             assert rank not in ranks or "optimizer.step() after a backward that raised" in text
+
+
+def other_algorithms(ctx: RankContext, name: str) -> dict[str, Any]:
+    with group(ctx):
+        model = Chain()
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        algorithm = None
+        if name == "onebit_adam":
+            optimizer = bagua.optim.OneBitAdam(model.parameters(), 0.01, warmup_steps=1)
+        else:
+            algorithm = bagua.Decentralized(peers=name)  # type: ignore[arg-type]
+        run = bagua.attach(model, optimizer, algorithm)
+        found: dict[str, Any] = {"errors": [], "steps": [], "weights": []}
+        for step in range(6):
+            optimizer.zero_grad()
+            bomb = "middle" if (ctx.rank, step) == (0, 3) else ""
+            found["errors"].append(caught(lambda bomb=bomb: model(feed(ctx), bomb).sum().backward())[0])  # type: ignore[misc]
+            found["steps"].append(caught(optimizer.step)[0])
+            found["weights"].append([p.item() for p in model.parameters()])
+        run.close()
+        return found
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "all", "shift_one"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_other_algorithms_go_on_too(pool: RankPool, world_size: int, name: str) -> None:
+    answers = on(pool, world_size, other_algorithms, name)
+    for rank, found in enumerate(answers):
+        assert found["errors"] == ["", "", "", "PeerError" if rank else "BoomError", "", ""]
+        assert found["steps"] == ["", "", "", "PeerError" if rank else "UsageError", "", ""]
+        before, after = found["weights"][2], found["weights"][3]
+        assert before == after, "the step that was given up moved nothing"
+        assert found["weights"][5] != after
+        assert all(0 < weight < 1 for weight in found["weights"][5])
+        if name == "onebit_adam":
+            assert found["weights"] == answers[0]["weights"]
 
 
 def before_any_gradient(ctx: RankContext, kind: str) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,15 @@ class RuntimeConfig:
             (``BAGUA_RT_RENDEZVOUS_TIMEOUT_S``).
         trace_dir: Where every attachment writes a Chrome trace per rank when it closes; None is off
             (``BAGUA_RT_TRACE_DIR``).
+        flight_dir: Where an attachment that fails writes its flight record (``BAGUA_RT_FLIGHT_DIR``; a folder
+            ``bagua_rt`` among the system's temporary files otherwise).
         nccl_path: The libnccl to load, instead of searching for one (``BAGUA_RT_NCCL``).
         cache_dir: Where compiled kernels are kept (``BAGUA_RT_CACHE_DIR``).
     """
 
     rendezvous_timeout_s: float = 8.0
     trace_dir: Path | None = None
+    flight_dir: Path = Path(tempfile.gettempdir()) / "bagua_rt"
     nccl_path: Path | None = None
     cache_dir: Path = Path.home() / ".cache" / "bagua_rt"
 
@@ -62,12 +66,13 @@ class RuntimeConfig:
             UsageError: a variable holds what it can't.
         """
         environ = os.environ if environ is None else environ
-        trace_dir, nccl, cache = (
-            environ.get(f"BAGUA_RT_{name}") for name in ("TRACE_DIR", "NCCL", "CACHE_DIR")
+        trace_dir, flight, nccl, cache = (
+            environ.get(f"BAGUA_RT_{name}") for name in ("TRACE_DIR", "FLIGHT_DIR", "NCCL", "CACHE_DIR")
         )
         return cls(
             rendezvous_timeout_s=_number(environ, "BAGUA_RT_RENDEZVOUS_TIMEOUT_S", cls.rendezvous_timeout_s),
             trace_dir=Path(trace_dir) if trace_dir else None,
+            flight_dir=Path(flight) if flight else cls.flight_dir,
             nccl_path=Path(nccl) if nccl else None,
             cache_dir=Path(cache) if cache else cls.cache_dir,
         )

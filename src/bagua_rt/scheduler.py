@@ -147,6 +147,7 @@ class Pipeline:
         self.failure: BaguaError | None = None
         self.exposed_us = 0.0
         self.is_timed = False
+        self.on_failure: Callable[[BaguaError], None] | None = None
         self.on_round_complete: Callable[[Round, float, float], None] | None = None
 
     def install(self, state: AlgorithmState, buckets: Sequence[Bucket]) -> None:
@@ -310,6 +311,8 @@ class Pipeline:
             return
         self.failure = error
         self._post(error)
+        if self.on_failure is not None:
+            self.on_failure(error)
         for communicator in self._communicators.each():
             communicator.abort()
         _quarantine.append((self._buckets, self._state))

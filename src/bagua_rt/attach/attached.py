@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +22,8 @@ from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.names import NamedTensors
 from bagua_rt.attach.resources import Resources
 from bagua_rt.bucket import BucketPlan
-from bagua_rt.errors import ClosedError, UsageError
+from bagua_rt.config import RuntimeConfig
+from bagua_rt.errors import BaguaError, ClosedError, UsageError
 from bagua_rt.replicate import TensorReplicator
 from bagua_rt.scheduler import Round
 from bagua_rt.trace import Statistics, Trace
@@ -54,6 +57,7 @@ class Attachment:
         self._buffers: TensorReplicator | None = None
         if broadcast_buffers and named.buffers and context.world_size > 1:
             self._buffers = TensorReplicator(self.current_buffers(), context.world, context.device)
+        engine.pipeline.on_failure = self.write_flight_record
         if trace_dir is not None:
             self.start_trace()
 
@@ -106,6 +110,32 @@ class Attachment:
             self.trace.add(
                 name, lane, launched_us, device.time_us(done), bytes=size, parameters=list(bucket.plan.names)
             )
+
+    def flight_record(self) -> dict[str, Any]:
+        """What this rank is doing, and the last operations of each of its communicators."""
+        world = self.context.world
+        return {
+            "rank": world.rank,
+            "world_size": world.world_size,
+            "attachment": self.resources.name,
+            "doing": self.engine.describe(),
+            "communicators": {
+                communicator.name: communicator.flight_record()
+                for communicator in self.context.communicators.each()
+            },
+        }
+
+    def write_flight_record(self, error: BaguaError) -> None:
+        """Write the flight record of an attachment that fails; a disk that refuses it is only logged."""
+        folder = RuntimeConfig.from_environment().flight_dir
+        path = folder / f"{self.resources.name}.rank{self.context.world.rank}.{os.getpid()}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"error": str(error), **self.flight_record()}, indent=1))
+        except OSError as refusal:
+            _log.warning("the flight record could not be written: %s", refusal)
+        else:
+            _log.warning("the flight record is in %s", path)
 
     def detach(self, *, orderly: bool) -> None:
         """Undo everything that attaching did. Idempotent."""
@@ -238,6 +268,10 @@ class Attached:
             communication_us=sum(lane.busy_us for lane in communicators.lanes),
             exposed_us=attachment.engine.pipeline.exposed_us,
         )
+
+    def flight_record(self) -> dict[str, Any]:
+        """The last operations of this rank, as plain values; written to a file when the attachment fails."""
+        return self._open().flight_record()
 
     def switch(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm. Weights and optimizer state stay what they are on each rank.

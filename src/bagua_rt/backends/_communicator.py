@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import time
 import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
@@ -27,6 +29,8 @@ from bagua_rt.backends import _arguments as arguments
 from bagua_rt.backends._collectives import Collectives
 from bagua_rt.backends._work import LaunchedWork, OpenGroup, fresh
 from bagua_rt.errors import BaguaError, ClosedError, CollectiveError, InternalError, UsageError
+
+FLIGHT_LENGTH = 256  # operations that a communicator remembers
 
 
 class CheckedCommunicator(Collectives):
@@ -58,6 +62,7 @@ class CheckedCommunicator(Collectives):
         self._connect, self._store, self._device = connect, store, torch_device
         self._lane0, self._known_lanes = self.lanes[0], frozenset(self.lanes)
         self._sequence = 0
+        self._flight: deque[tuple[LaunchedWork, Stream, int, int]] = deque(maxlen=FLIGHT_LENGTH)
         self._groups: dict[int, OpenGroup] = {}
         self._children = itertools.count()
         self._pieces = (world_size - 1) / world_size  # the part of a tensor that isn't this rank's own
@@ -313,7 +318,27 @@ class CheckedCommunicator(Collectives):
         self._sequence = work.sequence = self._sequence + 1
         self.bytes_sent += int(sent)
         work.launched(self._queue(lane, work))
+        self._flight.append((work, lane, int(sent), time.perf_counter_ns()))
         return work
+
+    def flight_record(self) -> list[dict[str, Any]]:
+        """The last operations that this rank launched, oldest first: a dictionary of plain values each."""
+        return [
+            {
+                "sequence": work.sequence,
+                "operation": work.operation,
+                "lane": lane.name,
+                "bytes_sent": sent,
+                "launched_us": launched_ns // 1000,
+                "state": self._state_of(work),
+            }
+            for work, lane, sent, launched_ns in list(self._flight)
+        ]
+
+    def _state_of(self, work: LaunchedWork) -> str:
+        if not work.is_done():
+            return "under way"
+        return "complete" if self.error_of(work.event) is None else "failed"
 
 
 _LIVE: weakref.WeakSet[CheckedCommunicator] = weakref.WeakSet()
