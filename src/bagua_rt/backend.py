@@ -179,6 +179,45 @@ class Kernels(Protocol):
         """
         ...
 
+    def minmax_row_bytes(self, columns: int, dtype: torch.dtype) -> int:
+        """How many bytes a row of `columns` elements has in the codec MinMaxUInt8; launches nothing.
+
+        Raises:
+            UsageError: the codec can't carry this dtype.
+        """
+        ...
+
+    def minmax_encode(
+        self, values: torch.Tensor, numel: int, first: int, wire: torch.Tensor, stream: Stream
+    ) -> None:
+        """Compress each row of `values` to one byte an element, with a range for every 2,048 elements.
+
+        Zero stays exact where it lies in a range; a range that holds NaN or an infinity decodes to NaN.
+        Padding enters no range. Every byte of `wire` is written.
+
+        **Shapes:** `values` ``[rows, columns]``, in float32, float16, bfloat16 or float64; `wire` uint8
+        ``[rows, minmax_row_bytes(columns, dtype)]``. The rows lie one after the other in a bucket, at
+        element `first` of it; elements at or past `numel` are padding.
+        **Source:** docs/algorithms.md, the codec MinMaxUInt8; kernels/README.md has the wire format.
+        """
+        ...
+
+    def minmax_decode(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """The values of rows that `minmax_encode` made; padding becomes 0.
+
+        **Shapes:** `wire` uint8 ``[rows, minmax_row_bytes(columns, dtype)]``, `out` ``[rows, columns]``.
+        """
+        ...
+
+    def minmax_decode_mean(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """``out = mean over k of row k``, in row order (the same bits on every rank).
+
+        Each term is scaled before it is added, so nothing overflows that the mean itself does not.
+
+        **Shapes:** `wire` uint8 ``[rows, minmax_row_bytes(columns, dtype)]``, `out` ``[columns]``.
+        """
+        ...
+
 
 class Work(Protocol):
     """A collective that was launched."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
-from bagua_rt.algorithms.operations import SignCompression, all_reduce_sum_
+from bagua_rt.algorithms.operations import CompressedMean, SignCodec, all_reduce_sum_, load_errors, save_errors
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -65,7 +65,7 @@ class _State(AlgorithmState):
         super().__init__(context)
         self._optimizer = optimizer
         self._buckets: tuple[Bucket, ...] = ()
-        self._compression: dict[int, SignCompression] = {}
+        self._compression: dict[int, CompressedMean] = {}
         self._unused: frozenset[torch.Tensor] = frozenset()
 
     def stage_wanted(self) -> int:
@@ -80,9 +80,9 @@ class _State(AlgorithmState):
         self.scale = 1.0 if compresses else 1.0 / self.context.world_size
         self._buckets = tuple(buckets)
         self._refuse_foreign_parameters()
-        world = self.context.world
+        world, codec = self.context.world, SignCodec(self.context.kernels)
         self._compression = {
-            b.index: SignCompression(b.flat, b.plan.numel, world)
+            b.index: CompressedMean(b.flat, b.plan.numel, world, codec, feedback=True)
             for b in buckets
             if compresses and world.world_size > 1
         }
@@ -109,7 +109,7 @@ class _State(AlgorithmState):
         if self.launch_on is LaunchOn.GRADIENT_READY:
             all_reduce_sum_(bucket.flat, comm, stream)
         elif compression := self._compression.get(bucket.index):
-            compression.mean_(comm, self.context.kernels, stream)
+            compression.mean_(comm, stream)
 
     def after_backward(self, unused: frozenset[torch.Tensor]) -> None:
         self._unused = unused
@@ -124,14 +124,7 @@ class _State(AlgorithmState):
             compression.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "plan": [list(b.plan.names) for b in self._buckets if b.index in self._compression],
-            "errors": [(c.worker_error.clone(), c.server_error.clone()) for c in self._compression.values()],
-        }
+        return save_errors(dict(enumerate(self._buckets)), self._compression)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["plan"] != self.state_dict()["plan"]:
-            return  # saved in the other stage, or before a re-plan: errors start at zero
-        for compression, (worker, server) in zip(self._compression.values(), state["errors"], strict=True):
-            compression.worker_error.copy_(worker)
-            compression.server_error.copy_(server)
+        load_errors(state, dict(enumerate(self._buckets)), self._compression)

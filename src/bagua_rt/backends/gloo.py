@@ -192,7 +192,7 @@ class GlooCommunicator(CheckedCommunicator):
         failure = PeerError(
             f"{operation} #{sequence} of communicator {self.name!r} failed on rank {self.rank} "
             f"of {self.world_size}",
-            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            got=_first_sentence(error),
             fix="a peer died, gave up, or launched another operation: see its output; "
             "then abort() this communicator, and shrink() it or connect anew",
         )
@@ -352,6 +352,12 @@ def _scratch(like: torch.Tensor, parts: int, world_size: int) -> torch.Tensor:
     if room is None or room.numel() < count:
         room = _SCRATCH.room = torch.empty(count, dtype=torch.uint8)
     return room[:count].view(like.dtype)
+
+
+def _first_sentence(error: BaseException) -> str:
+    """What gloo found, without its guesses and its source file."""
+    text = str(error).split(" This is typically")[0].split("\n")[0]
+    return f"gloo: {text.rpartition('] ')[2] if text.startswith('[/') else text}"
 
 
 def _gloo_op(t: torch.Tensor, op: ReduceOp) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from bagua_rt.backend import Stream
+from bagua_rt.backends import _codec_cpu
 from bagua_rt.backends.gloo_device import CpuDevice
 
 # Above this many elements per tensor one call each is as fast as a batch, and needs no second pass.
@@ -55,6 +56,24 @@ class CpuKernels:
     def sign_decode_mean(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
         """``out = mean over k of scale[k] * sign[k]``, in row order."""
         self._device.run(stream, lambda: _sign_decode_mean(wire, out))
+
+    def minmax_row_bytes(self, columns: int, dtype: torch.dtype) -> int:
+        """How many bytes a row of `columns` elements has in the codec MinMaxUInt8."""
+        return _codec_cpu.minmax_row_bytes(columns, dtype)
+
+    def minmax_encode(
+        self, values: torch.Tensor, numel: int, first: int, wire: torch.Tensor, stream: Stream
+    ) -> None:
+        """Compress each row of `values` to one byte an element, with a range for every 2,048 elements."""
+        self._device.run(stream, lambda: _codec_cpu.minmax_encode(values, numel, first, wire))
+
+    def minmax_decode(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """The values of rows that `minmax_encode` made; padding becomes 0."""
+        self._device.run(stream, lambda: _codec_cpu.minmax_decode(wire, out))
+
+    def minmax_decode_mean(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """``out = mean over k of row k``, in row order."""
+        self._device.run(stream, lambda: _codec_cpu.minmax_decode_mean(wire, out))
 
 
 @torch.no_grad()
