@@ -1,6 +1,7 @@
 """Communication algorithms, and the contract for writing one (base.py)."""
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
+from bagua_rt.algorithms.bytegrad import ByteGrad
 from bagua_rt.algorithms.decentralized import Decentralized
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
@@ -9,6 +10,7 @@ from bagua_rt.algorithms.registry import create, names, register
 __all__ = [
     "Algorithm",
     "AlgorithmState",
+    "ByteGrad",
     "Context",
     "Decentralized",
     "GradientAllReduce",

@@ -124,7 +124,7 @@ class _State(AlgorithmState):
             compression.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        return save_errors(dict(enumerate(self._buckets)), self._compression)
+        return save_errors(self._buckets, self._compression)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_errors(state, dict(enumerate(self._buckets)), self._compression)
+        load_errors(state, self._buckets, self._compression)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -242,7 +242,7 @@ class CompressedMean:
             error.zero_()
 
 
-def save_errors(buckets: Mapping[int, Bucket], means: Mapping[int, CompressedMean]) -> dict[str, Any]:
+def save_errors(buckets: Sequence[Bucket], means: Mapping[int, CompressedMean]) -> dict[str, Any]:
     """What a checkpoint must hold of the means of some buckets."""
     return {
         "plan": [list(buckets[index].plan.names) for index in means],
@@ -251,7 +251,7 @@ def save_errors(buckets: Mapping[int, Bucket], means: Mapping[int, CompressedMea
 
 
 def load_errors(
-    state: Mapping[str, Any], buckets: Mapping[int, Bucket], means: Mapping[int, CompressedMean]
+    state: Mapping[str, Any], buckets: Sequence[Bucket], means: Mapping[int, CompressedMean]
 ) -> None:
     """Take up what `save_errors` gave. Saved for another plan or stage, errors start at zero."""
     if state["plan"] != [list(buckets[index].plan.names) for index in means]:

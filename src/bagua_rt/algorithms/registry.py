@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from bagua_rt.algorithms.base import Algorithm
+from bagua_rt.algorithms.bytegrad import ByteGrad
 from bagua_rt.algorithms.decentralized import Decentralized
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
 from bagua_rt.errors import UsageError
 
 _registered: dict[str, type[Algorithm]] = {
-    kind.name: kind for kind in (GradientAllReduce, Decentralized, OneBitAdamAlgorithm)
+    kind.name: kind for kind in (GradientAllReduce, ByteGrad, Decentralized, OneBitAdamAlgorithm)
 }
 
 _Kind = TypeVar("_Kind", bound=type[Algorithm])

@@ -1,0 +1,64 @@
+"""The one place where torch and the CUDA backend meet: addresses, dtypes, the current stream.
+
+The backend knows streams as handles and tensors as addresses. What it asks of torch is `TorchSide`; tests
+replace it where there is no GPU, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from bagua_rt.errors import BackendUnavailableError
+
+
+class TorchSide(Protocol):
+    """What the CUDA backend needs of torch."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the tensors are."""
+        ...
+
+    def current_stream(self) -> int:
+        """The handle of the stream that the calling thread's torch operations go to."""
+        ...
+
+    def run(self, stream: int, fn: Callable[[], object]) -> None:
+        """Call `fn` on this thread, its torch operations queued on the stream with this handle."""
+        ...
+
+
+class CudaTorch:
+    """torch on a CUDA device.
+
+    Args:
+        index: The device.
+
+    Raises:
+        BackendUnavailableError: this torch has no such device.
+    """
+
+    def __init__(self, index: int) -> None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if index >= count:
+            raise BackendUnavailableError(
+                f"torch can't use the CUDA device {index}",
+                expected="a torch that is built for CUDA and sees the device",
+                got=f"torch {torch.__version__}, which sees {count} CUDA device(s)",
+                fix='install a CUDA build of torch, or ask for "cpu"',
+            )
+        self._index = index
+        self.torch_device = torch.device("cuda", index)
+
+    def current_stream(self) -> int:
+        """The handle of the stream that the calling thread's torch operations go to."""
+        return int(torch.cuda.current_stream(self._index).cuda_stream)
+
+    def run(self, stream: int, fn: Callable[[], object]) -> None:
+        """Call `fn` on this thread, its torch operations queued on the stream with this handle."""
+        outer = torch.cuda.ExternalStream(stream, device=self.torch_device)
+        with torch.cuda.stream(outer), torch.no_grad():
+            fn()

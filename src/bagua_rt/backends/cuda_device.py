@@ -1,0 +1,450 @@
+"""Streams and events of a CUDA device, on cuda.core: the driver's API and nothing else.
+
+No call here waits for the device, except `CudaDevice.synchronize`, which asks an event until its deadline:
+the driver's own waits have none. cuda.core's ``Device.sync()`` and everything of cudart are not used.
+
+[Note: alive until its event]
+    The host runs ahead of the device, so whatever queues work on a stream keeps the work's tensors alive by
+    reference, in the event recorded behind it (`CudaEvent.holds`), and the stream keeps the event
+    (`CudaStream.keep`) until somebody has seen it complete. Torch's allocator may hand the memory on
+    only then, so it needs no ``record_stream``.
+
+[Note: errors behind an operation]
+    A stream of the device knows no errors: what is queued behind a collective that failed stays stuck with
+    it, and runs, on what it finds, once the communicator is aborted. So an event carries on the host which
+    collectives were before it in its stream (`CudaEvent.roots`), over waits between streams too, and its
+    error is theirs. A collective that the driver had completed before its communicator failed is good.
+    Once the communicator is aborted or closed, events recorded from then on no longer carry its error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol
+
+from bagua_rt import backend
+from bagua_rt.backends._cuda_torch import TorchSide
+from bagua_rt.backends._nvrtc import import_cuda
+from bagua_rt.backends._work import fresh
+from bagua_rt.errors import BaguaError, ClosedError, CollectiveTimeoutError, CudaError, UsageError
+
+# A float32 of milliseconds, which is what the driver gives, has 4 us left at this distance from its base.
+_BASE_IS_OLD_MS = 60_000.0
+_PAUSE_S = 1e-3
+_ASK_NCCL_EVERY_S = 2e-3
+_HIGH_PRIORITY = -1
+# Events whose stream was closed while work was under way: the device may still write to what they hold.
+_quarantine: list[CudaEvent] = []
+
+
+class Owner(Protocol):
+    """What an event knows of the communicator whose operation ends there."""
+
+    name: str
+    is_settled: bool  # aborted or closed: its failure no longer holds others back
+
+    def poll(self) -> None: ...
+
+
+class CudaEvent:
+    """A point in a stream.
+
+    Attributes:
+        raw: The driver's event.
+        stream: Where it was recorded.
+        behind: Operations of communicators that were before it, as far as their end was not known.
+        owner: The communicator whose operation ends here, if one does.
+        operation: The operation's name and number, for error texts.
+        holds: What lives until the event is complete ([Note: alive until its event]).
+        failure: The error of the operation that ends here.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_landed",
+        "_pool",
+        "behind",
+        "failure",
+        "holds",
+        "operation",
+        "owner",
+        "raw",
+        "stream",
+    )
+
+    def __init__(self, raw: Any, pool: list[Any], stream: CudaStream, behind: tuple[CudaEvent, ...]) -> None:
+        self.raw, self._pool, self.stream, self.behind = raw, pool, stream, behind
+        self.owner: Owner | None = None
+        self.operation: tuple[str, int] = ("", 0)
+        self.holds: object = None
+        self.failure: BaseException | None = None
+        self._landed = False
+
+    def __del__(self) -> None:
+        # A wait that is queued took the record that it saw: the driver's event may be recorded anew.
+        self._pool.append(self.raw)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the stream had met by then ([Note: errors behind an operation])."""
+        if self.failure is not None:
+            return self.failure
+        for root in self.behind:
+            if root.failure is not None:
+                return root.failure
+        return None
+
+    def has_landed(self) -> bool:
+        """Has the device reached this point? Lets go of what it held if so.
+
+        Raises:
+            CudaError: the device has failed.
+        """
+        if self._landed:
+            return True
+        try:
+            self._landed = self.raw.is_done
+        except Exception as error:  # cuda.core's own type is private
+            raise cuda_error("cuEventQuery", error) from error
+        if self._landed:
+            self.holds = None
+        return self._landed
+
+    def is_done(self) -> bool:
+        """Is the outcome known: reached, or behind an operation that failed?"""
+        return self.error is not None or self.has_landed()
+
+    def roots(self) -> tuple[CudaEvent, ...]:
+        """The operations whose errors what comes behind this point carries."""
+        return self.behind if self.owner is None else (*self.behind, self)
+
+    def matters(self) -> bool:
+        """Must what is recorded behind this operation carry it along?"""
+        if self.failure is not None:
+            return self.owner is not None and not self.owner.is_settled
+        return not self.has_landed()
+
+    def __str__(self) -> str:
+        name, sequence = self.operation
+        return f"{name} #{sequence} of communicator {self.owner.name!r}" if self.owner else name
+
+
+class CudaStream:
+    """A stream of the device.
+
+    Attributes:
+        name: The name that traces and error texts show.
+        raw: cuda.core's stream.
+        handle: The driver's handle.
+        busy_us: 0; the device is not asked.
+    """
+
+    busy_us = 0.0
+
+    def __init__(self, name: str, raw: Any, *, is_ours: bool) -> None:
+        self.name, self.raw, self.is_ours = name, raw, is_ours
+        self.handle = int(raw.handle)
+        self.is_closed = False
+        self._before: tuple[CudaEvent, ...] = ()
+        self._kept: deque[CudaEvent] = deque()
+        self._one_prunes = threading.Lock()
+
+    def before(self) -> tuple[CudaEvent, ...]:
+        """The operations that what is queued now is behind, as far as it matters."""
+        if self._before:
+            self._before = tuple(event for event in self._before if event.matters())
+        return self._before
+
+    def behind(self, roots: Iterable[CudaEvent]) -> None:
+        """Note that what is queued from now on is behind these operations too."""
+        new = {event: None for event in roots if event.matters()}
+        if new:
+            self._before = (*(event for event in self.before() if event not in new), *new)
+
+    def passed(self, event: CudaEvent) -> None:
+        """Note an operation on this stream: it comes after all earlier ones of its communicator here."""
+        earlier = (e for e in self.before() if e.owner is not event.owner or e.stream is not self)
+        self._before = (*earlier, event)
+
+    def keep(self, event: CudaEvent) -> None:
+        """Keep `event`, and what it holds, until it has landed ([Note: alive until its event])."""
+        self._kept.append(event)
+        if self._one_prunes.acquire(blocking=False):
+            try:
+                while self._kept and self._kept[0].has_landed():
+                    self._kept.popleft()
+            finally:
+                self._one_prunes.release()
+
+    def pending(self) -> list[CudaEvent]:
+        """The events that have not landed, in order."""
+        return [event for event in list(self._kept) if not event.has_landed()]
+
+
+class CudaDevice:
+    """A CUDA device as `bagua_rt.backend.Device` describes it.
+
+    Attributes:
+        raw: cuda.core's device.
+        issue_lock: Held while NCCL is called to launch on this device, up to the record behind it.
+    """
+
+    type: Literal["cuda"] = "cuda"
+    host_is_compute = False
+
+    def __init__(self, index: int, torch_side: TorchSide, timeout_s: float) -> None:
+        """Take up the device's primary context, the one that torch works in.
+
+        Raises:
+            BackendUnavailableError: cuda.core is not installed.
+            CudaError: the driver refuses.
+        """
+        core = import_cuda("core")
+        self.timeout_s, self.torch_side = timeout_s, torch_side
+        self.torch_device = torch_side.torch_device
+        self.issue_lock = _issue_locks.setdefault(index, threading.RLock())
+        self._core = core
+        self.raw = core.Device(index)
+        self.enter()
+        self._events: dict[bool, list[Any]] = {False: [], True: []}
+        self._compute: dict[int, CudaStream] = {}
+        self._streams: set[CudaStream] = set()
+        self._refusal: ClosedError | None = None
+        self._base: tuple[CudaEvent, float] | None = None
+        _live_devices.add(self)
+
+    # ---- streams
+
+    def compute_stream(self) -> CudaStream:
+        """The calling thread's current torch stream."""
+        handle = self.torch_side.current_stream()
+        stream = self._compute.get(handle)
+        if stream is None:
+            stream = CudaStream("compute", self._wrapped(handle), is_ours=False)
+            self._compute[handle] = stream
+        return stream
+
+    def _wrapped(self, handle: int) -> Any:
+        self.enter()
+        return self._core.Stream.from_handle(handle) if handle else self.raw.default_stream
+
+    def new_stream(self, name: str, *, high_priority: bool = True) -> CudaStream:
+        """A new stream that doesn't synchronise with the legacy one; release it with `close_stream`."""
+        self.require_open()
+        self.enter()
+        options = self._core.StreamOptions(nonblocking=True, priority=_HIGH_PRIORITY if high_priority else 0)
+        try:
+            raw = self.raw.create_stream(options=options)
+        except Exception as error:
+            raise cuda_error("cuStreamCreateWithPriority", error) from error
+        stream = CudaStream(name, raw, is_ours=True)
+        self._streams.add(stream)
+        return stream
+
+    def close_stream(self, stream: backend.Stream) -> None:
+        """Release a stream. Idempotent."""
+        own = self.stream(stream)
+        if own.is_closed or not own.is_ours or self._refusal is not None:
+            return
+        own.is_closed = True
+        self._streams.discard(own)
+        _quarantine[:] = [event for event in (*_quarantine, *own.pending()) if not event.has_landed()]
+        own.raw.close()
+
+    def stream(self, stream: backend.Stream) -> CudaStream:
+        """The CUDA stream behind the protocol.
+
+        Raises:
+            UsageError: it is not a stream of a CUDA device.
+        """
+        if not isinstance(stream, CudaStream):
+            raise UsageError(
+                "this is not a stream of the CUDA device",
+                expected="compute_stream() or a stream made by new_stream()",
+                got=repr(stream),
+            )
+        return stream
+
+    # ---- events
+
+    def record(self, stream: backend.Stream, *, timed: bool = False) -> CudaEvent:
+        """An event that completes when all work queued on `stream` so far has."""
+        return self.record_holding(self.stream(stream), None, timed=timed)
+
+    def record_holding(self, stream: CudaStream, holds: object, *, timed: bool = False) -> CudaEvent:
+        """Record an event that keeps `holds` alive until it completes ([Note: alive until its event])."""
+        self.require_open(stream)
+        pool = self._events[timed]
+        try:
+            raw = pool.pop() if pool else self._new_event(timed)
+            stream.raw.record(raw)
+        except Exception as error:
+            raise cuda_error("cuEventRecord", error) from error
+        event = CudaEvent(raw, pool, stream, stream.before())
+        if holds is not None:
+            event.holds = holds
+            stream.keep(event)
+        return event
+
+    def _new_event(self, timed: bool) -> Any:
+        self.enter()
+        return self.raw.create_event(options=self._core.EventOptions(timing_enabled=timed))
+
+    def wait(self, stream: backend.Stream, event: backend.Event) -> None:
+        """Hold back what is queued on `stream` from now on until `event` completes.
+
+        Raises:
+            CollectiveError: an operation before `event` is known to have failed.
+        """
+        target, point = self.stream(stream), cuda_event(event)
+        self.require_open(target)
+        if point.error is not None:
+            raise fresh(point.error) from point.error
+        try:
+            target.raw.wait(point.raw)
+        except Exception as error:
+            raise cuda_error("cuStreamWaitEvent", error) from error
+        target.behind(point.roots())
+
+    def query(self, event: backend.Event) -> bool:
+        """Has `event` completed (with or without an error)?"""
+        return cuda_event(event).is_done()
+
+    def synchronize(self, event: backend.Event, timeout_s: float | None = None) -> None:
+        """Block the host until `event` completes; asks it, and NCCL, again and again until the deadline."""
+        point, limit = cuda_event(event), self.timeout_s if timeout_s is None else timeout_s
+        self.require_open()
+        if not self.await_done(point, limit):
+            busy = "; ".join(f"{point.stream.name}: {root}" for root in point.roots() if root.matters())
+            raise CollectiveTimeoutError(
+                f"an event did not complete within {limit:g} s",
+                got=f"these operations under way: {busy or 'none'}",
+                fix="see whether every rank launches the same operations in the same order",
+            )
+        if point.error is not None:
+            raise fresh(point.error) from point.error
+
+    def await_done(self, event: CudaEvent, timeout_s: float) -> bool:
+        """Block the host until the outcome of `event` is known; False if it isn't in time."""
+        if event.is_done():
+            return True
+        now = time.monotonic()
+        deadline, ask_nccl_at, pause_s = now + timeout_s, now + _ASK_NCCL_EVERY_S, 0.0
+        owners = {root.owner for root in event.roots()} - {None}
+        while not event.is_done():
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            if now >= ask_nccl_at:
+                for owner in owners:
+                    if owner is not None:
+                        owner.poll()
+                ask_nccl_at = now + _ASK_NCCL_EVERY_S
+            time.sleep(pause_s)  # the first one only gives the processor up
+            pause_s = min(_PAUSE_S, 2 * pause_s + 1e-5)
+        return True
+
+    # ---- torch, time, end
+
+    def run(self, stream: backend.Stream, fn: Callable[[], object]) -> None:
+        """Call `fn` now, its torch operations queued on `stream`; what it closes over lives until they ran."""
+        own = self.stream(stream)
+        self.require_open(own)
+        if any(event.failure is not None for event in own.before()):
+            return  # what it would read is undefined, and every event behind carries the error
+        self.torch_side.run(own.handle, fn)
+        self.record_holding(own, fn)
+
+    def time_us(self, event: backend.Event) -> float:
+        """When a completed event, recorded with ``timed=True``, completed: host clock, microseconds."""
+        point = cuda_event(event)
+        if not point.has_landed():
+            raise UsageError("this event has not completed: it has no time yet", fix="synchronize it first")
+        base, base_us = self._base or self._new_base()
+        try:
+            distance_ms = float(point.raw - base.raw)
+        except Exception as error:
+            raise cuda_error("cuEventElapsedTime", error) from error
+        if distance_ms > _BASE_IS_OLD_MS:
+            self._new_base()
+        return base_us + distance_ms * 1e3
+
+    def _new_base(self) -> tuple[CudaEvent, float]:
+        """Record a timed event on an idle stream of its own and see on the host clock when it completes."""
+        stream = self.new_stream("clock")
+        begin_us = time.perf_counter_ns() / 1000
+        event = self.record(stream, timed=True)
+        while not event.has_landed():
+            time.sleep(0)
+        self._base = event, (begin_us + time.perf_counter_ns() / 1000) / 2
+        self.close_stream(stream)
+        return self._base
+
+    def enter(self) -> None:
+        """Make the device's context the calling thread's."""
+        try:
+            self.raw.set_current()
+        except Exception as error:
+            raise cuda_error("cuCtxSetCurrent", error) from error
+
+    def require_open(self, stream: CudaStream | None = None) -> None:
+        """Refuse in the child of a fork, and on a stream that was closed.
+
+        Raises:
+            ClosedError: it is so.
+        """
+        if self._refusal is not None:
+            raise fresh(self._refusal) from self._refusal
+        if stream is not None and stream.is_closed:
+            raise ClosedError(f"the stream {stream.name!r} was closed")
+
+    def disown(self) -> None:
+        """Refuse everything: this is the child of a fork, where CUDA does not work."""
+        self._refusal = ClosedError(
+            "the CUDA device belongs to the process that forked this one",
+            fix="open a backend in a process that was started with the spawn method",
+        )
+
+    def close(self) -> None:
+        """Close every stream. Idempotent."""
+        for stream in list(self._streams):
+            self.close_stream(stream)
+
+
+def cuda_event(event: backend.Event) -> CudaEvent:
+    """The CUDA event behind the protocol.
+
+    Raises:
+        UsageError: it is not an event of a CUDA device.
+    """
+    if not isinstance(event, CudaEvent):
+        raise UsageError("this is not an event of the CUDA device", got=repr(event))
+    return event
+
+
+def cuda_error(function: str, error: Exception) -> BaguaError:
+    """The error for what cuda.core raised: the one place where the driver's statuses become exceptions."""
+    if isinstance(error, BaguaError):
+        return error
+    return CudaError(
+        f"{function} failed: {type(error).__name__}: {str(error).strip()}",
+        fix="an error of an earlier launch may show only now: CUDA_LAUNCH_BLOCKING=1 finds it",
+    )
+
+
+# NCCL calls on one device come from one thread at a time, whatever backends are open in this process.
+_issue_locks: dict[int, threading.RLock] = {}
+_live_devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
+
+
+def _disown_devices() -> None:
+    for device in list(_live_devices):
+        device.disown()
+
+
+os.register_at_fork(after_in_child=_disown_devices)

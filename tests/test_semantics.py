@@ -1,0 +1,361 @@
+"""What trainers do beside the plain step: uneven inputs, sparse gradients, parameters that change, compiled
+steps, steps in the wrong place."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bagua_rt as bagua
+from tests.micro import One, Two, backward, caught, feed, grad, group, mean, on, wrap
+from tests.ranks import RankContext, RankPool
+
+SIZES = (2, 3)
+
+
+# ---- join
+
+
+def joined(ctx: RankContext, divide_by_initial: bool) -> dict[str, Any]:
+    """Rank r has r + 1 batches."""
+    with group(ctx):
+        model = One()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        wrapped, grads = wrap("attach", model, optimizer), []
+        with wrapped.run.join(divide_by_initial=divide_by_initial):
+            for _ in range(ctx.rank + 1):
+                optimizer.zero_grad()
+                backward(wrapped, ctx)
+                grads.append(grad(model.a.weight))
+                optimizer.step()
+        momentum = optimizer.state[model.a.weight]["momentum_buffer"].item()
+        optimizer.zero_grad()
+        backward(wrapped, ctx)
+        return {
+            "grads": grads,
+            "weight": model.a.weight.item(),
+            "momentum": momentum,
+            "after": grad(model.a.weight),
+        }
+
+
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+@pytest.mark.parametrize("world_size", SIZES)
+def test_join_goes_on_until_the_last_rank_is_done(
+    pool: RankPool, world_size: int, divide_by_initial: bool
+) -> None:
+    results = on(pool, world_size, joined, divide_by_initial)
+    expected, weight, momentum = [], 1.0, 0.0
+    for step in range(world_size):
+        active = [rank + 1 for rank in range(world_size) if rank >= step]
+        expected.append(sum(active) / (world_size if divide_by_initial else len(active)))
+        momentum = 0.9 * momentum + expected[-1]
+        weight -= 0.1 * momentum
+    for rank, result in enumerate(results):
+        assert result["grads"] == pytest.approx(expected[: rank + 1], rel=1e-6)
+        assert result["weight"] == pytest.approx(weight, rel=1e-6)
+        assert result["momentum"] == pytest.approx(momentum, rel=1e-6)
+        assert result["after"] == pytest.approx(mean(world_size))
+        assert result["weight"] == results[0]["weight"]
+
+
+def thrown(ctx: RankContext) -> list[Any]:
+    with group(ctx):
+        model = One()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, steps = wrap("attach", model, optimizer), 0
+
+        def loop() -> None:
+            nonlocal steps
+            with wrapped.run.join(throw_on_early_termination=True):
+                for _ in range(2 + 2 * ctx.rank):
+                    optimizer.zero_grad()
+                    backward(wrapped, ctx)
+                    optimizer.step()
+                    steps += 1
+
+        error = caught(loop)
+        optimizer.zero_grad()
+        backward(wrapped, ctx)
+        return [*error, steps, grad(model.a.weight)]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_join_can_throw_on_every_rank(pool: RankPool, world_size: int) -> None:
+    for kind, text, steps, after in on(pool, world_size, thrown):
+        assert kind == "PeerError"
+        assert "no more data" in text
+        assert "ranks without data: 0" in text
+        assert steps == 2
+        assert after == mean(world_size)
+
+
+def join_with_buffers_and_accumulation(ctx: RankContext) -> list[float]:
+    with group(ctx):
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = wrap("attach", model, optimizer)
+        torch.manual_seed(ctx.rank)
+        with wrapped.run.join():
+            for _ in range(1 + ctx.rank):
+                with wrapped.run.no_sync():
+                    wrapped.forward(torch.randn(4, 2)).sum().backward()
+                wrapped.forward(torch.randn(4, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [value for t in model.state_dict().values() for value in t.double().flatten().tolist()]
+
+
+def test_join_broadcasts_buffers_and_lets_ranks_accumulate(pool: RankPool) -> None:
+    results = on(pool, 3, join_with_buffers_and_accumulation)
+    assert results[0] == results[1] == results[2]
+
+
+def join_refused(ctx: RankContext) -> tuple[str, str]:
+    with group(ctx):
+        wrapped = wrap("attach", One(), (), algorithm=bagua.Decentralized())
+        return caught(lambda: wrapped.run.join().__enter__())
+
+
+def test_join_refuses_an_algorithm_that_communicates_weights(pool: RankPool) -> None:
+    for kind, text in on(pool, 2, join_refused):
+        assert kind == "UsageError"
+        assert "decentralized can't be joined" in text
+
+
+# ---- sparse gradients
+
+
+def lookup(ctx: RankContext, find_unused: bool) -> dict[str, Any]:
+    with group(ctx):
+        model = nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = wrap("attach", model, optimizer, find_unused_parameters=find_unused)
+        before = model.weight.detach().clone()
+        unused = find_unused and ctx.rank == ctx.world_size - 1
+        rows = torch.tensor([] if unused else [0, ctx.rank + 1], dtype=torch.int64)
+        wrapped.forward(rows).sum().backward()
+        assert model.weight.grad is not None
+        dense = model.weight.grad.to_dense()
+        optimizer.step()
+        return {
+            "sparse": model.weight.grad.is_sparse,
+            "grad": dense[:, 0].tolist(),
+            "before": before,
+            "weight": model.weight.detach(),
+        }
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("world_size", SIZES)
+def test_sparse_gradients_are_added_up(pool: RankPool, world_size: int, find_unused: bool) -> None:
+    results = on(pool, world_size, lookup, find_unused)
+    users = world_size - 1 if find_unused else world_size
+    expected = [users / world_size] + [1 / world_size if row <= users else 0.0 for row in range(1, 5)]
+    for result in results:
+        assert result["sparse"]
+        assert result["grad"] == pytest.approx(expected, rel=1e-6)
+        assert torch.equal(result["weight"], results[0]["weight"])
+        moved = (result["before"] - result["weight"])[:, 0]
+        torch.testing.assert_close(moved, 0.1 * torch.tensor(expected), rtol=1e-4, atol=1e-6)
+
+
+def dense_where_sparse_was_promised(ctx: RankContext) -> tuple[str, str]:
+    with group(ctx):
+        model = nn.Embedding(4, 2, sparse=True)
+        wrapped = wrap("attach", model)
+        return caught((wrapped.forward(torch.tensor([1])).sum() + model.weight.sum()).backward)
+
+
+def test_a_dense_gradient_of_a_sparse_embedding_is_refused(pool: RankPool) -> None:
+    for kind, text in on(pool, 2, dense_where_sparse_was_promised):
+        assert kind == "UsageError"
+        assert "'weight' is not what its embedding promised" in text
+
+
+# ---- parameters that change after attach
+
+
+def changed(ctx: RankContext, how: str) -> dict[str, Any]:
+    with group(ctx, timeout_s=15.0):
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = wrap("attach", model, optimizer)
+        backward(wrapped, ctx)
+        optimizer.step()
+        optimizer.zero_grad()
+        x = feed(ctx)
+        if how == "replaced":
+            model.b.weight = nn.Parameter(torch.full((1, 1), 5.0 + ctx.rank))
+        elif how == "added":
+            model.c = nn.Linear(1, 1)
+        elif how == "cast":
+            model.double()
+            x = x.double()
+        error = caught(lambda: wrapped.forward(x).sum().backward())
+        return {"error": error, "again": caught(lambda: wrapped.forward(x)), "step": caught(optimizer.step)}
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [("replaced", "b.weight"), ("added", "c.weight"), ("cast", "a.weight")]
+)
+def test_parameters_that_no_rank_knows_are_an_error_by_name(pool: RankPool, how: str, name: str) -> None:
+    for result in on(pool, 2, changed, how):
+        for kind, text in result.values():
+            assert kind in ("UsageError", "PeerError")
+            assert repr(name) in text
+
+
+def nested(ctx: RankContext) -> dict[str, Any]:
+    with group(ctx):
+        model = Two()
+        wrapped = wrap("attach", model)
+        inner = caught(lambda: bagua.attach(model.a))
+        outer = caught(lambda: bagua.attach(nn.Sequential(model)))
+        backward(wrapped, ctx)
+        return {"inner": inner, "outer": outer, "grad": grad(model.a.weight)}
+
+
+def test_nested_attachments_are_refused_by_name(pool: RankPool) -> None:
+    for result in on(pool, 2, nested):
+        assert result["inner"][0] == result["outer"][0] == "UsageError"
+        assert "'weight'" in result["inner"][1]
+        assert "'0.a.weight'" in result["outer"][1]
+        assert result["grad"] == 1.5
+
+
+# ---- steps and compilation
+
+
+def step_in_a_hook(ctx: RankContext, given: bool) -> dict[str, Any]:
+    with group(ctx):
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        wrapped = wrap("attach", model, optimizer if given else ())
+        error = caught(lambda: backward(wrapped, ctx))
+        return {"error": error, "weights": [p.item() for p in model.parameters()]}
+
+
+def test_a_step_inside_of_backward_is_refused_before_anything_moves(pool: RankPool) -> None:
+    for result in on(pool, 2, step_in_a_hook, True):
+        assert result["error"][0] == "UsageError"
+        assert "inside of a backward" in result["error"][1]
+        assert result["weights"] == [1.0, 1.0]
+
+
+def test_a_step_inside_of_backward_is_noticed_without_the_optimizer(pool: RankPool) -> None:
+    for result in on(pool, 2, step_in_a_hook, False):
+        assert result["error"][0] == "UsageError"
+        assert "was changed while backward ran" in result["error"][1]
+
+
+def compiled(ctx: RankContext, how: str) -> list[float | None]:
+    with group(ctx):
+        model = Two()
+        compile_ = partial(torch.compile, backend="eager")
+        if how == "model, then attached":
+            model.compile(backend="eager")
+        wrapped = wrap("attach", model)
+
+        def step(x: torch.Tensor) -> None:
+            wrapped.forward(x).sum().backward()
+
+        if how == "attached, then compiled":
+            wrapped.forward = compile_(model)
+        run = compile_(step) if how == "the whole step" else step
+        for _ in range(3):
+            model.zero_grad()
+            run(feed(ctx))
+        return [grad(model.a.weight), grad(model.b.weight)]
+
+
+@pytest.mark.parametrize("how", ["model, then attached", "attached, then compiled", "the whole step"])
+def test_compiled_in_any_order_is_synchronised(pool: RankPool, how: str) -> None:
+    for result in on(pool, 2, compiled, how, timeout=100.0):
+        assert result == [1.5, 1.5]
+
+
+def gradient_penalty(ctx: RankContext) -> list[float]:
+    with group(ctx):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        wrapped = wrap("attach", model)
+        inputs = torch.arange(4.0).view(2, 2) + ctx.rank
+        _penalised(wrapped.forward, inputs).backward()
+        return [
+            value for p in model.parameters() if p.grad is not None for value in p.grad.flatten().tolist()
+        ]
+
+
+def _penalised(forward: Any, inputs: torch.Tensor) -> torch.Tensor:
+    inputs = inputs.clone().requires_grad_()
+    out = forward(inputs)
+    (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    penalised: torch.Tensor = out.mean() + slope.square().sum(1).mean()
+    return penalised
+
+
+def test_a_gradient_penalty_equals_one_process_on_the_whole_batch(pool: RankPool) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    whole = torch.cat([torch.arange(4.0).view(2, 2) + rank for rank in range(2)])
+    _penalised(model, whole).backward()
+    expected = [
+        value for p in model.parameters() if p.grad is not None for value in p.grad.flatten().tolist()
+    ]
+    results = on(pool, 2, gradient_penalty)
+    assert results[0] == results[1]
+    assert results[0] == pytest.approx(expected, rel=1.3e-6, abs=5e-5)
+
+
+def create_graph(ctx: RankContext) -> dict[str, Any]:
+    with group(ctx):
+        wrapped = wrap("attach", One())
+        error = caught(lambda: wrapped.forward(feed(ctx)).square().sum().backward(create_graph=True))
+        wrapped.module.zero_grad()
+        backward(wrapped, ctx)
+        return {"error": error, "next": grad(next(wrapped.module.parameters()))}
+
+
+def test_create_graph_names_the_way_out_and_the_next_step_is_right(pool: RankPool) -> None:
+    for result in on(pool, 2, create_graph):
+        assert result["error"][0] == "UsageError"
+        assert "torch.autograd.grad" in result["error"][1]
+        assert result["next"] == 1.5
+
+
+def _minimised(forward: Any, model: nn.Module, optimizer: Any, data: torch.Tensor) -> list[float]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (forward(data) - data.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+def test_lbfgs_runs_several_backwards_inside_of_one_step(pool: RankPool) -> None:
+    results = on(pool, 2, lbfgs)
+    torch.manual_seed(5)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    expected = _minimised(model, model, optimizer, torch.arange(8.0).view(4, 2) / 8)
+    assert results[0] == results[1]
+    assert results[0] == pytest.approx(expected, rel=1e-4)
+
+
+def lbfgs(ctx: RankContext) -> list[float]:
+    with group(ctx):
+        torch.manual_seed(5)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+        wrapped = wrap("attach", model, optimizer)
+        data = torch.arange(8.0).view(4, 2)[2 * ctx.rank : 2 * ctx.rank + 2] / 8
+        return _minimised(wrapped.forward, model, optimizer, data)
