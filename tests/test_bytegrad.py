@@ -58,23 +58,15 @@ def trained(ctx: RankContext, hierarchical: bool, cap_mb: float, how: str, seed:
         for t in range(5):
             trainer.step(ctx.rank, t, seed, how)
             plans.append(trainer.run.buckets)
-        assert plans[1] == plans[4]
+        assert plans == plans[:1] * 5, "a backward in registration order: the plan stays"
         members = zoo.members_of_nodes(ctx.world_size) if hierarchical else None
         trainer.run.close()
-        # The first plan is another one, so the simulation takes the first step with it.
-        right = simulated_with_replan(ctx.world_size, seed, plans, members)
+        right = simulate(ctx.world_size, len(plans), seed, plans[0], members)
         for name, ours in trainer.weights().items():
             np.testing.assert_allclose(
                 ours, right[name], rtol=1e-9, atol=1e-9, err_msg=f"{name} {seed=} rank {ctx.rank}"
             )
         return trainer.bits()
-
-
-def simulated_with_replan(
-    n: int, seed: int, plans: list[Any], members: list[list[int]] | None
-) -> dict[str, Array]:
-    assert plans[0] == plans[1], "a backward in registration order: the plan stays"
-    return simulate(n, len(plans), seed, plans[0], members)
 
 
 @pytest.mark.parametrize("hierarchical", [False, True])
@@ -84,3 +76,121 @@ def test_the_mean_is_that_of_the_codec(pool: RankPool, world_size: int, hierarch
     for cap_mb, how in ((1.0, "plain"), (2**-12, "accumulated")):
         answers = on(pool, world_size, trained, hierarchical, cap_mb, how, seed)
         assert answers == [answers[0]] * world_size, f"not bit-equal, {seed=}"
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_odd_parameters_and_mixed_dtypes(pool: RankPool, world_size: int, hierarchical: bool) -> None:
+    seed = zoo.seed_of_today()
+    tolerance = 0.0 if world_size == 1 else 0.05
+    algorithm = bagua.algorithms.ByteGrad(hierarchical=hierarchical)
+    answers = on(pool, world_size, zoo.odd_models, algorithm, seed, tolerance)
+    assert answers == [answers[0]] * world_size, f"not bit-equal, {seed=}"
+
+
+def half(ctx: RankContext, dtype: torch.dtype, seed: int) -> list[bytes]:
+    with group(ctx):
+        trainer = Trainer(bagua.algorithms.ByteGrad(), dtype=dtype)
+        for t in range(3):
+            trainer.step(ctx.rank, t, seed)
+        right = simulate(ctx.world_size, 3, seed, trainer.run.buckets, None)
+        bits = trainer.bits()
+        trainer.run.close()
+        for name in SHAPES:
+            ours = trainer.model.get_parameter(name).detach().double().numpy()
+            np.testing.assert_allclose(ours, right[name], atol=0.02, rtol=0.02, err_msg=f"{name} {seed=}")
+        return bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_dtypes(pool: RankPool, dtype: torch.dtype) -> None:
+    seed = zoo.seed_of_today()
+    answers = on(pool, 3, half, dtype, seed)
+    assert answers == [answers[0]] * 3, f"not bit-equal, {seed=}"
+
+
+def make() -> Trainer:
+    return Trainer(bagua.algorithms.ByteGrad(), dtype=torch.float32, cap_mb=2**-12)
+
+
+@pytest.mark.parametrize("save_at", [1, 2])
+def test_a_checkpoint_resumes_bit_equal(pool: RankPool, save_at: int) -> None:
+    seed = zoo.seed_of_today()
+    assert on(pool, 3, zoo.resumed, make, save_at, 5, seed) == [True] * 3, f"{seed=}"
+
+
+def test_a_gradient_scaler_skips_on_all_ranks_or_none(pool: RankPool) -> None:
+    seed = zoo.seed_of_today()
+    zoo.check_scaled(on(pool, 3, zoo.scaled, make, 1, seed), 1)
+
+
+def test_a_backward_that_raised_moves_nothing(pool: RankPool) -> None:
+    answers = on(pool, 3, zoo.lost_backward, make, zoo.seed_of_today())
+    assert answers == [answers[0]] * 3
+
+
+def not_finite(ctx: RankContext, value: float) -> None:
+    with group(ctx):
+        model = torch.nn.Linear(5000, 1)
+        run = bagua.attach(model, (), bagua.algorithms.ByteGrad())
+        x = torch.ones(1, 5000)
+        if ctx.rank == 1:
+            x[0, 7] = value
+        model(x).sum().backward()
+        grad = model.weight.grad
+        assert grad is not None
+        assert grad[0, :1024].isnan().all(), "the chunk, on every rank"
+        assert grad[0, 4500:].isfinite().all(), "and no other"
+        run.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so_on_every_rank(pool: RankPool, value: float) -> None:
+    on(pool, 2, not_finite, value)
+
+
+def sent(ctx: RankContext, numel: int) -> int:
+    with group(ctx):
+        model = torch.nn.Linear(numel, 1, bias=False)
+        run = bagua.attach(model, (), bagua.algorithms.ByteGrad())
+        before = run.statistics().bytes_sent
+        model(torch.ones(1, numel)).sum().backward()
+        bytes_ = run.statistics().bytes_sent - before
+        run.close()
+        return bytes_
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_bytes_on_the_wire_are_a_quarter(pool: RankPool, world_size: int) -> None:
+    numel = 100_003
+    columns = -(-numel // (16 * world_size)) * 16
+    row = 16 + -(-columns // 2048) * 8 + columns
+    for found in on(pool, world_size, sent, numel):
+        assert abs(found - 2 * (world_size - 1) * row) <= 2 * (world_size - 1) * 8
+        assert found <= 0.26 * 8 * (world_size - 1) / world_size * numel
+
+
+def lone_switch(ctx: RankContext) -> tuple[str, str]:
+    with group(ctx):
+        trainer = Trainer(bagua.GradientAllReduce())
+        trainer.step(ctx.rank, 0, 1)
+        refused = caught(lambda: trainer.run.switch(bagua.algorithms.ByteGrad(hierarchical=True)))
+        trainer.step(ctx.rank, 1, 1)
+        trainer.run.close()
+        return refused
+
+
+def test_a_switch_to_the_hierarchical_form_needs_its_communicators(pool: RankPool) -> None:
+    for kind, text in on(pool, 2, lone_switch):
+        assert kind == "UsageError"
+        assert "no intra-node communicator" in text
+
+
+def test_switches_to_and_from_others(pool: RankPool) -> None:
+    seed = zoo.seed_of_today()
+    flat: list[tuple[str, dict[str, Any]]] = [("bytegrad", {}), ("gradient_allreduce", {})]
+    answers = on(pool, 3, zoo.switched, [*flat, ("decentralized", {})], seed)
+    assert answers[0][0] == answers[1][0], f"equal until the decentralised one, {seed=}"
+    deep = [("bytegrad", {"hierarchical": True}), *flat]
+    answers = on(pool, 3, zoo.switched, deep, seed)
+    assert answers == [answers[0]] * 3, f"{seed=}"

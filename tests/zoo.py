@@ -31,7 +31,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "inner.t": (3, 2),
     "inner.wide": (9, 261),
 }
-HALF = "inner.half"  # a bfloat16 or float16 parameter, where a test asks for one
 LR = 0.1
 
 
@@ -63,9 +62,9 @@ class Bowl(nn.Module):
             self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
             self.ignored = nn.Parameter(torch.full((3,), 2.0))
             self.unused = nn.Parameter(torch.full((4,), 3.0))
-            self.half = nn.Parameter(torch.full((37,), 0.5, dtype=torch.bfloat16))
-            self.tiny = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float16))
-            self.complex = nn.Parameter(torch.full((5,), 1 + 1j, dtype=torch.complex64))
+            self.rounded = nn.Parameter(torch.full((37,), 0.5, dtype=torch.bfloat16))
+            self.shorter = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float16))
+            self.spin = nn.Parameter(torch.full((5,), 1 + 1j, dtype=torch.complex64))
             self._ddp_params_and_buffers_to_ignore = ["ignored"]
 
     def forward(self, rank: int, step: int, seed: int) -> torch.Tensor:
@@ -75,9 +74,9 @@ class Bowl(nn.Module):
             aim = torch.tensor(target(name, rank, step, seed), dtype=param.dtype)
             total = total + (0.5 * (param - aim).square()).sum()
         if self.extras:
-            for param in (self.half, self.tiny, self.ignored):
+            for param in (self.rounded, self.shorter, self.ignored):
                 total = total + (0.5 * (param - float(rank)).square()).sum()
-            total = total + (self.complex * self.complex.conj()).real.sum() * 0.25 * (1 + rank)
+            total = total + (self.spin * self.spin.conj()).real.sum() * 0.25 * (1 + rank)
         return total
 
 

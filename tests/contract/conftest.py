@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+
 import pytest
 
-from tests.ranks import rank_pools
+from tests.emulator import product
+from tests.ranks import RankPool
 
-pools = pytest.fixture(scope="module")(rank_pools)
 
-
-@pytest.fixture(params=["gloo"])
+@pytest.fixture(scope="module", params=["gloo", "emulated"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """The name of the backend under test."""
+    """The name of the backend under test; "emulated" is cuda on the emulated libraries."""
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def emulated_environment() -> Mapping[str, str]:
+    """The variables of a process on the emulator, which is built here."""
+    return product.environment(base={})
+
+
+@pytest.fixture(scope="module")
+def environment(backend: str, request: pytest.FixtureRequest) -> Mapping[str, str]:
+    """The variables that a rank of the backend needs beside the inherited ones."""
+    if backend == "gloo":
+        return {}
+    variables: Mapping[str, str] = request.getfixturevalue("emulated_environment")
+    return variables
+
+
+@pytest.fixture(scope="module")
+def pools(environment: Mapping[str, str]) -> Iterator[Callable[[int], RankPool]]:
+    """A function from the world size to the module's pool of that size, on the backend under test."""
+    made: dict[int, RankPool] = {}
+    try:
+        yield lambda world_size: made.setdefault(world_size, RankPool(world_size, environment))
+    finally:
+        for pool in made.values():
+            pool.close()

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from bagua_rt.backend import Communicator
-from bagua_rt.backends import open_backend
-from bagua_rt.config import RuntimeConfig
 from bagua_rt.errors import UsageError
-from tests.contract.world import device_of, world
+from tests.contract.world import open_for, world
 from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
@@ -107,7 +105,7 @@ def test_shrink(pools: Pools, backend: str, size: int) -> None:
 
 
 def alone(ctx: RankContext, backend: str) -> None:
-    opened = open_backend(device_of(backend), timeout_s=5, config=RuntimeConfig(), local_rank=0)
+    opened = open_for(backend, 0, timeout_s=5)
     no_store: object = None
     comm = opened.connect(no_store, 0, 1, "alone", [opened.device.new_stream("lane0")], timeout_s=5)  # type: ignore[arg-type]
     assert total(comm, 3) == 3

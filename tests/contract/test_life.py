@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import torch
 from bagua_rt.backends import open_backend
 from bagua_rt.config import RuntimeConfig
 from bagua_rt.errors import BackendUnavailableError, ClosedError, UsageError
-from tests.contract.world import device_of, world
+from tests.contract.world import world
 from tests.ranks import RankContext, RankPool, run_scripts
 
 Pools = Callable[[int], RankPool]
@@ -164,11 +164,10 @@ def test_eager_close(pools: Pools, backend: str) -> None:
 SCRIPT = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
-from bagua_rt.backends import open_backend
-from bagua_rt.config import RuntimeConfig
-rank, way, path, device = int(os.environ["TEST_RANK"]), *sys.argv[1:]
+from tests.contract.world import open_for
+rank, way, path, name = int(os.environ["TEST_RANK"]), *sys.argv[1:]
 store = dist.FileStore(path, 2)
-backend = open_backend(device, timeout_s=30, config=RuntimeConfig(), local_rank=rank)
+backend = open_for(name, rank, timeout_s=30)
 lanes = [backend.device.new_stream(f"lane{i}") for i in range(2)]
 comm = backend.connect(store, rank, 2, "world", lanes, timeout_s=60)
 t = torch.ones(10)
@@ -201,12 +200,14 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_process_ends_with_its_own_exit_code(backend: str, way: str, tmp_path: Path) -> None:
+def test_the_process_ends_with_its_own_exit_code(
+    backend: str, environment: Mapping[str, str], way: str, tmp_path: Path
+) -> None:
     results = run_scripts(
         [SCRIPT] * 2,
         timeout=100,
-        env=[{"TEST_RANK": "0"}, {"TEST_RANK": "1"}],
-        args=[way, str(tmp_path / "store"), device_of(backend)],
+        env=[{**environment, "TEST_RANK": str(rank)} for rank in range(2)],
+        args=[way, str(tmp_path / "store"), backend],
     )
     for result in results:
         assert result.exit_code == WAYS[way], result.stderr

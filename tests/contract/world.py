@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,21 +50,38 @@ class World:
     def size(self) -> int:
         return self.comm.world_size
 
+    def hold(self, lane: Stream, gate: threading.Event) -> None:
+        """Keep `lane` busy until `gate` is set."""
+        if self.device.host_is_compute:
+            self.device.run(lane, lambda: gate.wait(10))
+            return
+        from tests.emulator import emulator
+
+        handle: Any = vars(lane)["handle"]
+        emulator.run_on_stream(handle, lambda: gate.wait(10), label="hold")
+
     def tensor(self, values: object, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device.torch_device)
 
 
-def device_of(backend: str) -> str:
-    """The device string that opens the backend."""
-    return {"gloo": "cpu", "cuda": "cuda"}[backend]
+def open_for(backend: str, rank: int, timeout_s: float = 20.0) -> Backend:
+    """Open the backend of that name, on the rank's own device."""
+    if backend == "emulated":
+        from tests.emulator import product
+
+        product.install()
+    device = "cpu" if backend == "gloo" else "cuda"
+    config = RuntimeConfig.from_environment()
+    return open_backend(device, timeout_s=timeout_s, config=config, local_rank=rank)
 
 
 @contextmanager
 def world(ctx: RankContext, backend: str, *, timeout_s: float = 20.0, lanes: int = 2) -> Iterator[World]:
-    """Open everything, and close it also if the body raises."""
-    opened = open_backend(
-        device_of(backend), timeout_s=timeout_s, config=RuntimeConfig(), local_rank=ctx.rank
-    )
+    """Open everything, and close it also if the body raises.
+
+    On the emulator nothing may have been reported: no race, no call that it doesn't know, no mismatch.
+    """
+    opened = open_for(backend, ctx.rank, timeout_s)
     streams = [opened.device.new_stream(f"lane{i}") for i in range(lanes)]
     comm = opened.connect(ctx.store(), ctx.rank, ctx.world_size, "world", streams, timeout_s=timeout_s)
     try:
@@ -70,6 +89,11 @@ def world(ctx: RankContext, backend: str, *, timeout_s: float = 20.0, lanes: int
     finally:
         comm.close()
         opened.close()
+    if backend == "emulated":
+        from tests.emulator import emulator
+
+        emulator.assert_clean()
+        emulator.reset()
 
 
 def inputs(w: World, dtype: torch.dtype, numel: int, label: str) -> list[torch.Tensor]:

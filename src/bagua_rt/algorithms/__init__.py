@@ -4,6 +4,7 @@ from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchO
 from bagua_rt.algorithms.bytegrad import ByteGrad
 from bagua_rt.algorithms.decentralized import Decentralized
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
+from bagua_rt.algorithms.local_sgd import LocalSGD
 from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
 from bagua_rt.algorithms.registry import create, names, register
 
@@ -15,6 +16,7 @@ __all__ = [
     "Decentralized",
     "GradientAllReduce",
     "LaunchOn",
+    "LocalSGD",
     "OneBitAdamAlgorithm",
     "create",
     "names",

@@ -46,6 +46,10 @@ class LaunchOn(Enum):
     """The forward of a generation (or its first gradient, if the model's own forward was not called)."""
     STEP_PRE = "step_pre"
     """The step of the first given optimizer, before it moves anything."""
+    STEP_POST = "step_post"
+    """The step of the last given optimizer, after it has moved everything; where that does not come (a
+    GradScaler's skip), the next forward for training. The round is complete before the next generation,
+    forward, state_dict(), switch or close()."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,11 @@ class AlgorithmState(ABC):
     scale: float = 1.0
     """Factor applied while gradients are copied in; ``1 / world_size`` makes a sum an average that
     overflows only where the average does."""
+
+    @property
+    def sparse_scale(self) -> float:
+        """Factor applied to sparse gradients, which the runtime itself sums over ranks."""
+        return self.scale
 
     bit_equal: bool = True
     """Do all ranks hold the same bits after a step, given the same start?"""

@@ -55,6 +55,10 @@ class _State(AlgorithmState):
         # Within nodes gradients are summed, and a sum must not overflow where the mean doesn't.
         self.scale = 1.0 / context.world_size if self._hierarchical else 1.0
 
+    @property
+    def sparse_scale(self) -> float:
+        return 1.0 / self.context.world_size
+
     def alignment(self) -> int:
         return _ROW_UNIT * self._members
 

@@ -259,3 +259,30 @@ def load_errors(
     for mean, saved in zip(means.values(), state["errors"], strict=True):
         for error, value in zip(mean.errors(), saved, strict=True):
             error.copy_(value)
+
+
+def views_in(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
+    """For each parameter of `bucket`, its part of `flat`, a buffer with the bucket's places."""
+    slots = bucket.plan.slots
+    return [torch.as_strided(flat, slot.spec.shape, slot.spec.stride, slot.offset) for slot in slots]
+
+
+def save_by_name(buckets: Sequence[Bucket], flats: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What buffers with the places of some buckets hold for each parameter; survives a re-plan."""
+    return {
+        name: view.clone()
+        for bucket in buckets
+        if bucket.index in flats
+        for name, view in zip(bucket.plan.names, views_in(flats[bucket.index], bucket), strict=True)
+    }
+
+
+def load_by_name(
+    saved: Mapping[str, torch.Tensor], buckets: Sequence[Bucket], flats: Mapping[int, torch.Tensor]
+) -> None:
+    """Take up what `save_by_name` gave; parameters that are not in it keep what they have."""
+    for bucket in buckets:
+        if bucket.index in flats:
+            for name, view in zip(bucket.plan.names, views_in(flats[bucket.index], bucket), strict=True):
+                if name in saved:
+                    view.copy_(saved[name])

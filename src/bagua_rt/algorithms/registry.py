@@ -8,11 +8,12 @@ from bagua_rt.algorithms.base import Algorithm
 from bagua_rt.algorithms.bytegrad import ByteGrad
 from bagua_rt.algorithms.decentralized import Decentralized
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
+from bagua_rt.algorithms.local_sgd import LocalSGD
 from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
 from bagua_rt.errors import UsageError
 
 _registered: dict[str, type[Algorithm]] = {
-    kind.name: kind for kind in (GradientAllReduce, ByteGrad, Decentralized, OneBitAdamAlgorithm)
+    kind.name: kind for kind in (GradientAllReduce, ByteGrad, Decentralized, LocalSGD, OneBitAdamAlgorithm)
 }
 
 _Kind = TypeVar("_Kind", bound=type[Algorithm])

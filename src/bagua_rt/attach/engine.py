@@ -58,6 +58,8 @@ class Engine:
         self._ready_order: Sequence[int] = layout.plan.order
         self._unsynchronised: set[int] = set()
         self._step_is_due = False
+        self._round_after_step_is_due = False
+        self._stepped: set[int] = set()
         self._step_error: BaguaError | None = None
         self._thread = threading.get_ident()
 
@@ -137,7 +139,7 @@ class Engine:
         generation = Generation(self.buckets, len(self.layout.params), self.state.launch_on, communicates)
         generation.versions = [self.layout.params[i]._version for i in self.layout.plan.order]
         self._generation = generation
-        if communicates and generation.launch_on is not LaunchOn.STEP_PRE:
+        if communicates and generation.launch_on in (LaunchOn.GRADIENT_READY, LaunchOn.FORWARD):
             self.pipeline.begin()
             if generation.launch_on is LaunchOn.FORWARD:
                 self._stage_rest(generation)
@@ -181,6 +183,9 @@ class Engine:
             if result.any_nonfinite:
                 self.layout.gradients.make_nonfinite()
             self._step_is_due = generation.communicates
+        if generation.launch_on is LaunchOn.STEP_POST:
+            self._round_after_step_is_due = generation.communicates
+            self._stepped.clear()
         self.state.after_backward(frozenset(self.layout.params[i] for i in unused))
 
     def _complete(self, generation: Generation, missing: Sequence[bool]) -> LedgerResult:
@@ -194,7 +199,7 @@ class Engine:
         with self._fatal():
             ledger = self._control.launch_max(pack(self._entry(missing, nonfinite=nonfinite)))
             if self.layout.plan.sparse:
-                self.layout.sparse.add_up(self.state.scale)
+                self.layout.sparse.add_up(self.state.sparse_scale)
             if launches:
                 self.pipeline.wait(lambda: self._look_into(ledger))
             return self._read(ledger)
@@ -325,22 +330,37 @@ class Engine:
         """The attached module's own forward is about to run, outside of a backward."""
         self.pipeline.raise_failure()
         self.give_up_lost_backward()
+        trains = training and torch.is_grad_enabled()
+        if self.state.launch_on is LaunchOn.STEP_POST and (trains or self._stepped):
+            self.settle()  # weights that this forward uses must not move under its backward
         if not self.pipeline.is_open and self._generation is None:
             self.layout.follow_the_model()
         if (
             self.is_synchronised
-            and training
-            and torch.is_grad_enabled()
+            and trains
             and self._generation is None
             and self.state.launch_on is LaunchOn.FORWARD
         ):
             self._open()
 
     def settle(self) -> None:
-        """Wait for the round that is outstanding, if one is."""
+        """Wait for the round that is outstanding, if one is, and do the one that follows the step."""
+        self._finish_round()
+        if self._round_after_step_is_due:
+            self._launch_round()
+            self._finish_round()
+
+    def _finish_round(self) -> None:
         if self.pipeline.is_open:
             self.pipeline.wait()
             self.state.commit()
+
+    def _launch_round(self) -> None:
+        self._step_is_due = self._round_after_step_is_due = False
+        self.pipeline.begin()
+        for bucket in self.buckets:
+            self.layout.gradients.stage(self.state, bucket.index, None)
+            self.pipeline.ready(bucket.index)
 
     @untraced
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -363,17 +383,18 @@ class Engine:
             raise self._step_error
         self._refuse_unsynchronised()
         if self._step_is_due:
-            self._step_is_due = False
-            self.pipeline.begin()
-            for bucket in self.buckets:
-                self.layout.gradients.stage(self.state, bucket.index, None)
-                self.pipeline.ready(bucket.index)
-        self.settle()
+            self._launch_round()
+        self._finish_round()
         self.state.before_step(optimizer)
 
+    @untraced
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` has stepped."""
+        self._stepped.add(id(optimizer))
         self.state.after_step(optimizer)
+        given = self.state.context.optimizers
+        if self._round_after_step_is_due and all(id(each) in self._stepped for each in given):
+            self._launch_round()
 
     def _refuse_unsynchronised(self) -> None:
         if self.state.source != "gradient":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import importlib.util
 
 import torch
@@ -63,13 +62,11 @@ def _open_cuda(device: torch.device, timeout_s: float, config: RuntimeConfig, lo
     bindings = importlib.util.find_spec("cuda") is not None and (
         importlib.util.find_spec("cuda.bindings") is not None
     )
-    backend_is_there = importlib.util.find_spec("bagua_rt.backends.cuda") is not None
-    if index >= count or not bindings or not backend_is_there:
+    if index >= count or not bindings:
         found = (
             f"libcuda.so.1 {'loads' if count >= 0 else 'does not load'}",
             f"{max(count, 0)} CUDA device(s), index {index} is asked for",
             f"cuda-bindings {'is' if bindings else 'is not'} installed",
-            *(() if backend_is_there else ("this version of bagua_rt has no cuda backend",)),
         )
         raise BackendUnavailableError(
             f"the device {str(device)!r} is not usable",
@@ -77,10 +74,9 @@ def _open_cuda(device: torch.device, timeout_s: float, config: RuntimeConfig, lo
             got=", ".join(found),
             fix='install the driver and bagua_rt[cu12] or [cu13], or ask for "cpu"',
         )
-    opened: Backend = importlib.import_module("bagua_rt.backends.cuda").open_cuda(
-        index, timeout_s=timeout_s, config=config
-    )
-    return opened
+    from bagua_rt.backends.cuda import open_cuda
+
+    return open_cuda(index, timeout_s=timeout_s, config=config)
 
 
 def _cuda_device_count() -> int:

@@ -14,6 +14,17 @@ import torch
 from bagua_rt.errors import InternalError, UsageError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+# What every backend reduces.
+REDUCIBLE: Mapping[str, frozenset[torch.dtype]] = {
+    "sum": _FLOATS | _INTEGERS | _COMPLEX,
+    "avg": _FLOATS | _COMPLEX,
+    "max": _FLOATS | _INTEGERS | {torch.bool},
+    "min": _FLOATS | _INTEGERS | {torch.bool},
+    "prod": _FLOATS | _INTEGERS | {torch.bool},
+}
 
 
 def is_plain(t: Any, device: torch.device) -> bool:

@@ -30,6 +30,10 @@ class TorchSide(Protocol):
         """Call `fn` on this thread, its torch operations queued on the stream with this handle."""
         ...
 
+    def empty_on(self, stream: int, size_bytes: int) -> torch.Tensor:
+        """Fresh memory whose first use is on the stream with this handle."""
+        ...
+
 
 class CudaTorch:
     """torch on a CUDA device.
@@ -62,3 +66,8 @@ class CudaTorch:
         outer = torch.cuda.ExternalStream(stream, device=self.torch_device)
         with torch.cuda.stream(outer), torch.no_grad():
             fn()
+
+    def empty_on(self, stream: int, size_bytes: int) -> torch.Tensor:
+        """Fresh memory whose first use is on the stream with this handle."""
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.torch_device)):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)

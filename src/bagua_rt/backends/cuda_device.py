@@ -29,7 +29,7 @@ from typing import Any, Literal, Protocol
 
 from bagua_rt import backend
 from bagua_rt.backends._cuda_torch import TorchSide
-from bagua_rt.backends._nvrtc import import_cuda
+from bagua_rt.backends._nvrtc import _cuda as import_cuda
 from bagua_rt.backends._work import fresh
 from bagua_rt.errors import BaguaError, ClosedError, CollectiveTimeoutError, CudaError, UsageError
 
@@ -113,6 +113,9 @@ class CudaEvent:
             raise cuda_error("cuEventQuery", error) from error
         if self._landed:
             self.holds = None
+            if self.error is None:
+                self.behind = ()  # or each operation would keep all the earlier ones
+                self.owner = None
         return self._landed
 
     def is_done(self) -> bool:
@@ -208,7 +211,7 @@ class CudaDevice:
         self.timeout_s, self.torch_side = timeout_s, torch_side
         self.torch_device = torch_side.torch_device
         self.issue_lock = _issue_locks.setdefault(index, threading.RLock())
-        self._core = core
+        self._core, self._driver = core, import_cuda("bindings.driver")
         self.raw = core.Device(index)
         self.enter()
         self._events: dict[bool, list[Any]] = {False: [], True: []}
@@ -281,7 +284,10 @@ class CudaDevice:
         self.require_open(stream)
         pool = self._events[timed]
         try:
-            raw = pool.pop() if pool else self._new_event(timed)
+            raw = pool.pop()
+        except IndexError:
+            raw = self._new_event(timed)
+        try:
             stream.raw.record(raw)
         except Exception as error:
             raise cuda_error("cuEventRecord", error) from error
@@ -359,6 +365,12 @@ class CudaDevice:
             return  # what it would read is undefined, and every event behind carries the error
         self.torch_side.run(own.handle, fn)
         self.record_holding(own, fn)
+
+    def copy(self, destination: int, source: int, size_bytes: int, stream: CudaStream) -> None:
+        """Queue a copy between two addresses; the caller keeps the memory alive."""
+        (status,) = self._driver.cuMemcpyAsync(destination, source, size_bytes, stream.handle)
+        if int(status):
+            raise CudaError(f"cuMemcpyAsync failed: {status}")
 
     def time_us(self, event: backend.Event) -> float:
         """When a completed event, recorded with ``timed=True``, completed: host clock, microseconds."""

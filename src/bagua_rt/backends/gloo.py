@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp as GlooOp
 
 from bagua_rt.backend import Backend, Event, ReduceOp, Store, Stream
+from bagua_rt.backends import _arguments as arguments
 from bagua_rt.backends._collectives import Copies, Pairs
 from bagua_rt.backends._communicator import CheckedCommunicator
 from bagua_rt.backends._gloo_meeting import OUT_OF_REACH, GlooGroup, make_mortal, meet
@@ -32,9 +33,6 @@ _GLOO_OPS = {
 }
 _SMALL_BYTES = 1 << 18
 _SCRATCH = threading.local()
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
 def open_gloo(*, timeout_s: float) -> Backend:
@@ -66,13 +64,7 @@ class GlooCommunicator(CheckedCommunicator):
     """A group of ranks over gloo. Its primitives run on the threads of its lanes."""
 
     backend_name = "gloo"
-    reducible: Mapping[str, frozenset[torch.dtype]] = {
-        "sum": _FLOATS | _INTEGERS | _COMPLEX,
-        "avg": _FLOATS | _COMPLEX,
-        "max": _FLOATS | _INTEGERS | {torch.bool},
-        "min": _FLOATS | _INTEGERS | {torch.bool},
-        "prod": _FLOATS | _INTEGERS | {torch.bool},
-    }
+    reducible = arguments.REDUCIBLE
 
     def __init__(
         self,

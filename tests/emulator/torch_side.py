@@ -1,0 +1,147 @@
+"""torch, as the CUDA backend meets it in an emulated run: CPU tensors and an emulated compute stream.
+
+A torch operation is run by the stream's thread, in its place in the stream, and what it reads and writes is
+declared to the race check. The thread that calls it waits until it has run (the host learns the result's
+shape), which the race check does not take for a synchronisation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from . import emulator
+
+Range = tuple[int, int]
+
+
+class StreamOperations(TorchDispatchMode):
+    """Runs this thread's torch operations on an emulated stream.
+
+    Args:
+        handle: The stream.
+        label: What reports call the operations, beside their names.
+    """
+
+    def __init__(self, handle: int, label: str) -> None:
+        super().__init__()
+        self.handle, self.label = handle, label
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view or "empty" in func.name() or func.name() in _METADATA:
+            return func(*args, **kwargs)
+        reads, writes = _accesses(func, args, kwargs)
+        self.count += 1
+        result = self._run(lambda: func(*args, **kwargs), reads, writes, f"{self.label}: {func.name()}")
+        fresh = [r for t in _tensors(result) if (r := memory_of(t)) not in writes and r not in reads]
+        if fresh:
+            emulator.run_on_stream(
+                self.handle, _nothing, writes=fresh, label=f"{self.label}: result of {func.name()}"
+            )
+        if not _tensors(result):  # a number for the host: torch synchronises with the stream
+            synchronize(self.handle)
+        return result
+
+    def _run(self, fn: Callable[[], Any], reads: list[Range], writes: list[Range], label: str) -> Any:
+        outcome: list[Any] = []
+        ended = threading.Event()
+
+        def task() -> None:
+            try:
+                with torch._C._AutoDispatchBelowAutograd():
+                    outcome.append(fn())
+            except BaseException as error:
+                outcome.append(_Raised(error))
+            finally:
+                ended.set()
+
+        emulator.run_on_stream(self.handle, task, reads, writes, label)
+        ended.wait()
+        if isinstance(outcome[0], _Raised):
+            raise outcome[0].error
+        return outcome[0]
+
+
+class _Raised:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+_METADATA = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh", "aten::set_.source_Storage"})
+
+
+def _nothing() -> None:
+    pass
+
+
+def memory_of(t: torch.Tensor) -> Range:
+    """The memory that a tensor spans."""
+    if not t.numel():
+        return t.data_ptr(), 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), (last + 1) * t.element_size()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[Range], list[Range]]:
+    reads: list[Range] = []
+    writes: list[Range] = []
+    for index, argument in enumerate(func._schema.arguments):
+        value = kwargs.get(argument.name) if argument.name in kwargs or index >= len(args) else args[index]
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_written else reads).extend(memory_of(t) for t in _tensors(value))
+    return [r for r in reads if r[1]], [w for w in writes if w[1]]
+
+
+def synchronize(handle: int) -> None:
+    """Block the host until the stream is idle, as torch does for ``.item()``."""
+    from cuda.bindings import driver
+
+    (status,) = driver.cuStreamSynchronize(handle)
+    assert int(status) == 0, status
+
+
+class EmulatedTorch:
+    """`bagua_rt.backends._cuda_torch.TorchSide` on CPU tensors and an emulated compute stream.
+
+    Args:
+        index: The device.
+    """
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, index: int = 0) -> None:
+        from cuda.core import Device, StreamOptions
+
+        device = Device(index)
+        device.set_current()
+        self._compute = device.create_stream(options=StreamOptions(nonblocking=True))
+        self.compute_handle = int(self._compute.handle)
+
+    def current_stream(self) -> int:
+        return self.compute_handle
+
+    def run(self, stream: int, fn: Callable[[], object]) -> None:
+        with torch.no_grad(), StreamOperations(stream, "run"):
+            fn()
+
+    def empty_on(self, stream: int, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    @contextmanager
+    def on_compute_stream(self) -> Iterator[StreamOperations]:
+        """Run the body's torch operations on the compute stream."""
+        with StreamOperations(self.compute_handle, "compute") as mode:
+            yield mode
+        synchronize(self.compute_handle)
