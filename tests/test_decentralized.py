@@ -13,6 +13,7 @@ from torch import nn
 
 import bagua_rt as bagua
 from bagua_rt.algorithms.decentralized import shift_one_peer
+from tests import zoo
 from tests.micro import caught, group, on
 from tests.ranks import RankContext, RankPool
 
@@ -45,7 +46,9 @@ def partner(rank: int, n: int, round_: int) -> int | None:
     return other if other != rank else None
 
 
-def simulate(n: int, peers: str, interval: int, steps: int, skipped: set[int], lr: float) -> Any:
+def simulate(
+    n: int, peers: str, interval: int, steps: int, skipped: set[int], lr: float, *, deep: bool = False
+) -> Any:
     x = np.array([[*[0.0] * SIZE, 1.0]] * n)
     due, round_ = None, 0
     for t in range(steps):
@@ -53,7 +56,7 @@ def simulate(n: int, peers: str, interval: int, steps: int, skipped: set[int], l
             x, due = due, None
         gradient = x - np.array([target(rank, t) for rank in range(n)])
         if t % interval == 0:
-            due = averaged(x, peers, round_)
+            due = averaged_by_nodes(x, peers, round_) if deep else averaged(x, peers, round_)
             round_ += 1
         if t not in skipped:
             x = (x if due is None else due) - lr * gradient
@@ -67,6 +70,47 @@ def averaged(x: Any, peers: str, round_: int) -> Any:
         return np.repeat(x.mean(0, keepdims=True), n, axis=0)
     met = [partner(rank, n, round_) if n > 1 else None for rank in range(n)]
     return np.array([(x[rank] + x[rank if other is None else other]) / 2 for rank, other in enumerate(met)])
+
+
+def averaged_by_nodes(x: Any, peers: str, round_: int) -> Any:
+    members = zoo.members_of_nodes(len(x))
+    if peers == "all":
+        return averaged(x, peers, round_)
+    means = [x[node].mean(0) for node in members]
+    out = np.empty_like(x)
+    for k, node in enumerate(members):
+        other = partner(k, len(members), round_) if len(members) > 1 else None
+        everyone = node if other is None else [*node, *members[other]]
+        weights = sum(means[k] for _ in node) if other is None else x[everyone].sum(0)
+        out[node] = weights / len(everyone)
+    return out
+
+
+def trained_by_nodes(ctx: RankContext, peers: Any, interval: int) -> list[float]:
+    with group(ctx, **zoo.nodes(ctx)):
+        model = Bowl()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        algorithm = bagua.Decentralized(peers=peers, interval=interval, hierarchical=True)
+        run = bagua.attach(model, optimizer, algorithm)
+        for t in range(6):
+            optimizer.zero_grad()
+            model(ctx.rank, t).backward()
+            optimizer.step()
+        run.close()
+        ours = np.concatenate([model.x.detach().numpy(), [model.y.item()]])
+        right = simulate(ctx.world_size, peers, interval, 6, set(), 0.1, deep=True)
+        np.testing.assert_allclose(ours, right[ctx.rank], rtol=1e-12, atol=1e-12)
+        found: list[float] = ours.tolist()
+        return found
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("peers", ["all", "shift_one"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_the_hierarchical_form_weighs_nodes_by_their_sizes(
+    pool: RankPool, world_size: int, peers: str, interval: int
+) -> None:
+    on(pool, world_size, trained_by_nodes, peers, interval)
 
 
 def trained(ctx: RankContext, peers: Any, interval: int, skipped: set[int], direct: bool) -> Any:

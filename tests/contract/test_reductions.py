@@ -150,7 +150,7 @@ def bytes_are_counted(ctx: RankContext, backend: str) -> None:
         before = w.comm.bytes_sent
         w.comm.all_gather(w.tensor([0.0] * 6 * w.size), w.tensor([1.0] * 6)).wait()
         assert w.comm.bytes_sent - before == 24 * (w.size - 1)
-        assert w.lanes[0].busy_us > 0
+        assert (w.lanes[0].busy_us > 0) == w.device.host_is_compute  # 0 where it isn't measured
 
 
 @pytest.mark.parametrize("size", [1, 3])

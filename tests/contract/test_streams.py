@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bagua_rt.errors import CollectiveTimeoutError, UsageError
-from tests.contract.world import world
+from tests.contract.world import World, world
 from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
@@ -115,6 +115,9 @@ def broken() -> None:
 def sticky_kernel(ctx: RankContext, backend: str) -> None:
     """What is queued behind a failure does not run, and carries its error, until an abort on that lane."""
     with world(ctx, backend) as w:
+        if not w.device.host_is_compute:
+            raises_at_once(w)
+            return
         d, lane = w.device, w.lanes[0]
         extra = w.comm.duplicate("extra", w.lanes)
         t = w.tensor([0.0])
@@ -133,6 +136,18 @@ def sticky_kernel(ctx: RankContext, backend: str) -> None:
         d.synchronize(d.record(lane), 5)
         assert t.item() == 6
         w.comm.all_reduce_(t, "avg").wait()
+
+
+def raises_at_once(w: World) -> None:
+    """Where torch itself queues what is run, an exception on the way is the caller's; the lane goes on."""
+    d, lane = w.device, w.lanes[0]
+    t = w.tensor([0.0])
+    with pytest.raises(BrokenKernelError):
+        d.run(lane, broken)
+    d.run(lane, lambda: t.add_(1))
+    d.synchronize(d.record(lane), 5)
+    assert t.item() == 1
+    w.comm.all_reduce_(t, "avg").wait()
 
 
 def work_semantics(ctx: RankContext, backend: str) -> None:

@@ -5,6 +5,7 @@ from bagua_rt.algorithms.bytegrad import ByteGrad
 from bagua_rt.algorithms.decentralized import Decentralized
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.algorithms.local_sgd import LocalSGD
+from bagua_rt.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
 from bagua_rt.algorithms.registry import create, names, register
 
@@ -17,6 +18,7 @@ __all__ = [
     "GradientAllReduce",
     "LaunchOn",
     "LocalSGD",
+    "LowPrecisionDecentralized",
     "OneBitAdamAlgorithm",
     "create",
     "names",

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
+from bagua_rt.algorithms.operations import hierarchical_, hierarchical_sum_, require_hierarchy
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -29,11 +30,14 @@ class Decentralized(Algorithm):
         peers: "all": the mean over all ranks. "shift_one": the mean with one peer, another one each round;
             on an odd world one rank has no peer in a round, by a fixed schedule.
         interval: Communicate in every `interval`-th generation.
+        hierarchical: Average within each node first; then the nodes' leaders are the peers, and a node
+            counts by its size.
     """
 
     name: ClassVar[str] = "decentralized"
     peers: Literal["all", "shift_one"] = "all"
     interval: int = 1
+    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         if self.peers not in ("all", "shift_one"):
@@ -44,6 +48,8 @@ class Decentralized(Algorithm):
             )
 
     def bind(self, context: Context) -> _State:
+        if self.hierarchical:
+            require_hierarchy(context)
         return _State(context, self)
 
 
@@ -76,8 +82,11 @@ class _State(AlgorithmState):
         self._received: dict[int, torch.Tensor] = {}
         self._round = 0
         self._average_is_due = False
+        node = context.communicators.intra_node if declaration.hierarchical else None
         if self._all:
             self.scale = 1.0 / context.world_size
+        elif node is not None:
+            self.scale = 1.0 / node.world_size
 
     def setup(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
@@ -88,15 +97,29 @@ class _State(AlgorithmState):
         return generation % self._declaration.interval == 0
 
     def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
-        if self._all:
-            comm.all_reduce_(bucket.flat, "sum", stream=stream)
-            return
+        communicators = self.context.communicators
+        if not self._declaration.hierarchical:
+            if self._all:
+                comm.all_reduce_(bucket.flat, "sum", stream=stream)
+            else:
+                self._meet(bucket, comm, (1,) * comm.world_size, stream)
+        elif self._all:
+            hierarchical_sum_(bucket.flat, communicators, stream)
+        else:
+            sizes = communicators.node_sizes
+            hierarchical_(
+                bucket.flat, communicators, stream, lambda leaders: self._meet(bucket, leaders, sizes, stream)
+            )
+
+    def _meet(self, bucket: Bucket, comm: Communicator, sizes: Sequence[int], stream: Stream) -> None:
+        """Take the mean with the peer of this round; rank r of `comm` stands for ``sizes[r]`` ranks."""
         peer = shift_one_peer(comm.rank, comm.world_size, self._round)
         if peer is None:
             return
         theirs = self._received[bucket.index]
         comm.send_recv(bucket.flat, peer, theirs, peer, stream=stream)
-        self.context.device.run(stream, lambda: _average_(bucket.flat, theirs))
+        share = sizes[comm.rank] / (sizes[comm.rank] + sizes[peer])
+        self.context.device.run(stream, lambda: _average_(bucket.flat, theirs, share))
 
     def commit(self) -> None:
         self._average_is_due = True
@@ -120,5 +143,5 @@ class _State(AlgorithmState):
             self.context.kernels.copy_out(bucket.views, weights, self.context.device.compute_stream())
 
 
-def _average_(mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    mine.mul_(0.5).add_(theirs, alpha=0.5)
+def _average_(mine: torch.Tensor, theirs: torch.Tensor, share: float) -> None:
+    mine.mul_(share).add_(theirs, alpha=1.0 - share)

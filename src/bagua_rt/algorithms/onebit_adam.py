@@ -17,7 +17,13 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
-from bagua_rt.algorithms.operations import CompressedMean, SignCodec, all_reduce_sum_, load_errors, save_errors
+from bagua_rt.algorithms.operations import (
+    CompressedMean,
+    SignCodec,
+    all_reduce_sum_,
+    load_errors,
+    save_errors,
+)
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError

@@ -9,11 +9,20 @@ from bagua_rt.algorithms.bytegrad import ByteGrad
 from bagua_rt.algorithms.decentralized import Decentralized
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.algorithms.local_sgd import LocalSGD
+from bagua_rt.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
 from bagua_rt.errors import UsageError
 
 _registered: dict[str, type[Algorithm]] = {
-    kind.name: kind for kind in (GradientAllReduce, ByteGrad, Decentralized, LocalSGD, OneBitAdamAlgorithm)
+    kind.name: kind
+    for kind in (
+        GradientAllReduce,
+        ByteGrad,
+        Decentralized,
+        LocalSGD,
+        LowPrecisionDecentralized,
+        OneBitAdamAlgorithm,
+    )
 }
 
 _Kind = TypeVar("_Kind", bound=type[Algorithm])

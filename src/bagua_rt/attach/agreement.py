@@ -48,10 +48,10 @@ def agree_on(lines: Sequence[Line], control: Control) -> None:
     usual = _most_common(here)
     odd = {rank: line for rank, line in enumerate(here) if line != usual}
     raise LayoutMismatchError(
-        f"the ranks' models or settings differ, first at {usual[0]}",
+        f"the ranks differ, first in {usual[0]}",
         expected=f"{_text(usual, usual)} on every rank, as on rank {here.index(usual)}",
         got="; ".join(f"{_text(line, usual)} on rank {rank}" for rank, line in odd.items()),
-        fix="build the same model, in the same order, with the same arguments on every rank",
+        fix="build the same model, with the same arguments, and run the same steps on every rank",
     )
 
 

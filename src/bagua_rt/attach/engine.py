@@ -100,7 +100,7 @@ class Engine:
         generation.order.append(index)
         if bucket >= 0:
             generation.pending[bucket] -= 1
-            if not generation.pending[bucket] and generation.launches_in_backward:
+            if not generation.pending[bucket] and generation.stages_early:
                 self._stage_bucket(generation, bucket)
 
     @untraced
@@ -136,7 +136,13 @@ class Engine:
         self._step_error = None
         self._step_is_due = False
         communicates = self.state.begin_generation(self.generations)
-        generation = Generation(self.buckets, len(self.layout.params), self.state.launch_on, communicates)
+        generation = Generation(
+            self.buckets,
+            len(self.layout.params),
+            self.state.launch_on,
+            communicates,
+            plan_is_confirmed=self.layout.is_confirmed,
+        )
         generation.versions = [self.layout.params[i]._version for i in self.layout.plan.order]
         self._generation = generation
         if communicates and generation.launch_on in (LaunchOn.GRADIENT_READY, LaunchOn.FORWARD):
@@ -191,16 +197,20 @@ class Engine:
     def _complete(self, generation: Generation, missing: Sequence[bool]) -> LedgerResult:
         """Launch what is left, and the ledger beside it; wait for both."""
         launches = generation.launches_in_backward
-        if launches:
+        if generation.stages_early:
             self._stage_rest(generation)
         nonfinite = bool(generation.nonfinite)
         if generation.launch_on is LaunchOn.STEP_PRE and self.state.source == "gradient":
             nonfinite = not self.layout.gradients.are_finite()
         with self._fatal():
             ledger = self._control.launch_max(pack(self._entry(missing, nonfinite=nonfinite)))
+            if not self.layout.is_confirmed:  # else ranks with different buckets would meet in one collective
+                self._read(ledger)
+                self.layout.is_confirmed = True
             if self.layout.plan.sparse:
                 self.layout.sparse.add_up(self.state.sparse_scale)
             if launches:
+                self._stage_rest(generation)
                 self.pipeline.wait(lambda: self._look_into(ledger))
             return self._read(ledger)
 
@@ -245,12 +255,17 @@ class Engine:
     def _look_into(self, ledger: PendingMax) -> None:
         """While data is waited for: ranks that differ launch different things, so say so at once."""
         if ledger.is_done():
-            verdict.raise_if_out_of_step(unpack(ledger.wait()))
+            verdict.raise_if_out_of_step(unpack(ledger.wait()), self._control, self._place())
 
     def _read(self, ledger: PendingMax) -> LedgerResult:
         result = unpack(ledger.wait())
-        verdict.raise_if_out_of_step(result)
+        verdict.raise_if_out_of_step(result, self._control, self._place())
         return result
+
+    def _place(self) -> list[tuple[str, str]]:
+        """Where this rank is, for comparing with the others once they are known to differ."""
+        mine = {"the generation": self.generations, "the stage of the algorithm": self.layout.stage}
+        return [*((what, str(value)) for what, value in mine.items()), *self.layout.describe()]
 
     def _close_generation(self) -> None:
         self._generation = None

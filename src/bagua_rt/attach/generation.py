@@ -28,6 +28,8 @@ class Generation:
         launch_on: When its buckets are launched.
         communicates: Whether they are.
         launches_in_backward: Whether they are as their gradients come.
+        stages_early: Whether the launches begin before the ledger has been read; not where this rank's plan
+            is one that the others may not have.
         seen: For each parameter, whether its gradient came.
         order: The parameters in the order in which their gradients came.
         pending: For each bucket, how many of its gradients are still to come.
@@ -38,11 +40,18 @@ class Generation:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], count: int, launch_on: LaunchOn, communicates: bool
+        self,
+        buckets: Sequence[Bucket],
+        count: int,
+        launch_on: LaunchOn,
+        communicates: bool,
+        *,
+        plan_is_confirmed: bool,
     ) -> None:
         self.launch_on = launch_on
         self.communicates = communicates
         self.launches_in_backward = communicates and launch_on is LaunchOn.GRADIENT_READY
+        self.stages_early = self.launches_in_backward and plan_is_confirmed
         self.seen = [False] * count
         self.order: list[int] = []
         self.pending = [len(bucket.params) for bucket in buckets]

@@ -45,6 +45,7 @@ class Layout:
         plan: The plan.
         gradients: Moves gradients between parameters and buckets.
         sparse: Adds up sparse gradients.
+        is_confirmed: Has a ledger shown that all ranks have this plan? Not yet, after a change on this rank.
         has_ready_order: Is the plan in the order in which gradients become ready?
         on_new_parameters: Told of parameters that take part for the first time.
     """
@@ -64,6 +65,7 @@ class Layout:
         self.state = state
         self.stage = state.stage_wanted()
         self.has_ready_order = False
+        self.is_confirmed = True
         self.on_new_parameters: Callable[[Sequence[int]], None] | None = None
         self._watch = watch
         self._context = context
@@ -151,6 +153,22 @@ class Layout:
         known = set(order)
         self.use_order([*(i for i in order if i in now), *(i for i in now if i not in known)])
 
+    def describe(self) -> list[tuple[str, str]]:
+        """What each parameter's place is, for comparing with other ranks."""
+        buckets = self.plan.bucket_of
+        taking_part = set(self.plan.order)
+        return [
+            (
+                f"the part that parameter {name!r} takes",
+                f"bucket {buckets[i]}"
+                if buckets[i] >= 0
+                else "sparse"
+                if i in taking_part
+                else "none (frozen)",
+            )
+            for i, name in enumerate(self.names)
+        ]
+
     def follow_the_model(self) -> None:
         """Parameters may have been frozen, unfrozen or tied since; the plan follows.
 
@@ -170,3 +188,4 @@ class Layout:
             if self.on_new_parameters is not None:
                 self.on_new_parameters(new)
             self.use_order([*(i for i in self.plan.order if i in now), *reversed(new)])
+            self.is_confirmed = False

@@ -9,14 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from bagua_rt.attach.agreement import agree_on
 from bagua_rt.control import Control, LedgerResult
 from bagua_rt.errors import LayoutMismatchError, PeerError, UnusedParameterError, UsageError
 
 _SHOWN = 5
 
 
-def raise_if_out_of_step(result: LedgerResult) -> None:
+def raise_if_out_of_step(result: LedgerResult, control: Control, mine: Sequence[tuple[str, str]]) -> None:
     """Raise if the ranks are not in one generation, with one plan, in one stage.
+
+    Args:
+        result: The reduced ledger.
+        control: The control lane.
+        mine: Where this rank is: the first difference is named.
 
     Raises:
         LayoutMismatchError: they are not.
@@ -27,6 +33,7 @@ def raise_if_out_of_step(result: LedgerResult) -> None:
         "bucket plan": result.plan_differs,
     }
     if differing := [what for what, differs in parts.items() if differs]:
+        agree_on(mine, control)
         raise LayoutMismatchError(
             f"the ranks are out of step: they differ in {' and '.join(differing)}",
             expected="every rank to run the same synchronised backwards and the same switches",
