@@ -36,7 +36,7 @@ def simulate(n: int, steps: int, seed: int, plans: Any, members: list[list[int]]
         flats = []
         for rank in range(n):
             gradients = {name: x[name] - zoo.target(name, rank, t, seed) for name in SHAPES}
-            flats.append(zoo.flats(plans, lambda name, g=gradients: g[name]))
+            flats.append(zoo.flats(plans, gradients.__getitem__))
         means = []
         for index, plan in enumerate(plans):
             if members is None:

@@ -38,7 +38,9 @@ def simulate(n: int, steps: int, seed: int, algorithm: LocalSGD, skipped: dict[i
             if algorithm.outer_step:
                 d = anchor[name] - mean
                 outer[name] = algorithm.outer_momentum * outer[name] + d
-                anchor[name] = anchor[name] - algorithm.outer_lr * (d + algorithm.outer_momentum * outer[name])
+                anchor[name] = anchor[name] - algorithm.outer_lr * (
+                    d + algorithm.outer_momentum * outer[name]
+                )
                 mean = anchor[name]
             x[name][:] = mean
             if algorithm.average_state:
@@ -159,7 +161,9 @@ def odd_outer(ctx: RankContext, algorithm: LocalSGD, seed: int) -> list[bytes]:
         trainer.run.close()
         assert trainer.model.unused.tolist() == [3.0] * 4, f"{seed=}"
         kept = {k: v for k, v in trainer.model.named_parameters() if k != "ignored" and v.numel()}
-        assert all(torch.isfinite(torch.view_as_real(v) if v.is_complex() else v).all() for v in kept.values())
+        assert all(
+            torch.isfinite(torch.view_as_real(v) if v.is_complex() else v).all() for v in kept.values()
+        )
         return [v.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes() for v in kept.values()]
 
 
@@ -187,7 +191,9 @@ def test_switches_to_and_from_others(pool: RankPool) -> None:
         ("bytegrad", {}),
     ]
     answers = on(pool, 3, zoo.switched, settings, seed)
-    assert answers[0][2] != answers[1][2], f"they differ after decentralized: no switch evens them out, {seed=}"
+    assert answers[0][2] != answers[1][2], (
+        f"they differ after decentralized: no switch evens them out, {seed=}"
+    )
 
 
 def differing(ctx: RankContext, seed: int) -> list[bytes]:

@@ -32,7 +32,9 @@ def ring_step(agreed: list[Array], moved: list[Array], sizes: list[int], numel: 
     for k in range(n):
         difference = moved[k] - agreed[k]
         for neighbour in ((k - 1) % n, (k + 1) % n):
-            difference = difference + min(1, sizes[neighbour] / sizes[k]) / 3 * (agreed[neighbour] - agreed[k])
+            difference = difference + min(1, sizes[neighbour] / sizes[k]) / 3 * (
+                agreed[neighbour] - agreed[k]
+            )
         out.append(agreed[k] + coded(difference, numel))
     return out
 
@@ -41,7 +43,7 @@ def simulate(
     n: int, steps: int, seed: int, plans: Any, interval: int, members: list[list[int]]
 ) -> list[dict[str, Array]]:
     x = [{name: zoo.start(name) for name in SHAPES} for _ in range(n)]
-    agreed = [zoo.flats(plans, lambda name: zoo.start(name)) for _ in members]
+    agreed = [zoo.flats(plans, zoo.start) for _ in members]
     for t in range(steps):
         for rank in range(n):
             for name in SHAPES:
@@ -49,10 +51,9 @@ def simulate(
         if (t + 1) % interval:
             continue
         if t + 1 == interval:  # the replicas are made before the step of the first round
-            before = simulate(n, t, seed, plans, interval, members) if t else None
-            if before is not None:
-                agreed = [zoo.flats(plans, lambda name, k=node[0]: before[k][name]) for node in members]
-        flats = [zoo.flats(plans, lambda name, r=rank: x[r][name]) for rank in range(n)]
+            before = simulate(n, t, seed, plans, interval, members)
+            agreed = [zoo.flats(plans, before[node[0]].__getitem__) for node in members]
+        flats = [zoo.flats(plans, x[rank].__getitem__) for rank in range(n)]
         for index, plan in enumerate(plans):
             moved = [np.mean([flats[rank][index] for rank in node], axis=0) for node in members]
             sizes = [len(node) for node in members]
@@ -74,7 +75,9 @@ def trained(ctx: RankContext, interval: int, hierarchical: bool, how: str, seed:
             trainer.step(ctx.rank, t, seed, how)
         plans = trainer.run.buckets
         trainer.run.close()
-        members = zoo.members_of_nodes(ctx.world_size) if hierarchical else [[r] for r in range(ctx.world_size)]
+        members = (
+            zoo.members_of_nodes(ctx.world_size) if hierarchical else [[r] for r in range(ctx.world_size)]
+        )
         right = simulate(ctx.world_size, steps, seed, plans, interval, members)[ctx.rank]
         for name, ours in trainer.weights().items():
             np.testing.assert_allclose(

@@ -359,3 +359,21 @@ def lbfgs(ctx: RankContext) -> list[float]:
         wrapped = wrap("attach", model, optimizer)
         data = torch.arange(8.0).view(4, 2)[2 * ctx.rank : 2 * ctx.rank + 2] / 8
         return _minimised(wrapped.forward, model, optimizer, data)
+
+
+def refused_on_one_rank(ctx: RankContext) -> dict[str, Any]:
+    with group(ctx, timeout_s=20.0):
+        model = One()
+        if ctx.rank == 1:
+            model.extra = nn.Parameter(torch.ones(1).expand(3))
+        error = caught(lambda: bagua.attach(model))
+        wrapped = wrap("attach", One())
+        backward(wrapped, ctx)
+        return {"error": error, "next": grad(next(wrapped.module.parameters()))}
+
+
+def test_what_one_rank_refuses_to_attach_is_an_error_on_all(pool: RankPool) -> None:
+    for result in on(pool, 3, refused_on_one_rank, timeout=15.0):
+        assert result["error"][0] == "UsageError"
+        assert "'extra' is expanded" in result["error"][1]
+        assert result["next"] == 2.0

@@ -275,7 +275,9 @@ def check_scaled(answers: Sequence[dict[str, Any]], broken_step: int) -> None:
         assert found["weights"][4] != found["weights"][3]
 
 
-def switched(ctx: RankContext, settings: Sequence[tuple[str, dict[str, Any]]], seed: int) -> list[list[bytes]]:
+def switched(
+    ctx: RankContext, settings: Sequence[tuple[str, dict[str, Any]]], seed: int
+) -> list[list[bytes]]:
     """Go through algorithms by name, one step of each, and back; weights are moved by no switch."""
     with group(ctx, **nodes(ctx)):
         algorithms = [bagua.algorithms.create(name, **given) for name, given in settings]

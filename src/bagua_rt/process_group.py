@@ -284,6 +284,18 @@ class ProcessGroup:
         keys = None if wiring is None else wiring.under(f"control/{name}")
         return Control(keys, self.rank, self.world_size, name, timeout_s=self.timeout_s)
 
+    def refuse(self, name: str, reason: str) -> None:
+        """Tell the ranks that make the control lane `name` that this rank does not: they raise UsageError.
+
+        Args:
+            name: As this rank would have given it to `control`.
+            reason: Why.
+        """
+        self._check()
+        name = f"{self.name}/{self._numbered(name)}"
+        if self._job.wiring is not None:
+            self._job.wiring.under(f"control/{name}").set("refused", f"rank {self.rank}: {reason}")
+
     def on_close(self, fn: Callable[[], None]) -> Callable[[], None]:
         """Have `fn` called when the group closes, before its communicators do; the last registered first.
 

@@ -45,7 +45,7 @@ def abort_goes_on(ctx: RankContext, backend: str) -> None:
         other = w.comm.duplicate("other", w.lanes)
         t, u = w.tensor([1.0]), w.tensor([1.0])
         if w.rank == 0:
-            stuck = [w.comm.all_reduce_(t, stream=lane) for lane in w.lanes]
+            stuck = [w.comm.all_reduce_(w.tensor([1.0]), stream=lane) for lane in w.lanes]
             behind = w.comm.all_reduce_(t)
             queued = other.all_reduce_(u, "sum")  # behind what never ends
             untouched = w.tensor([0.0])
@@ -63,7 +63,8 @@ def abort_goes_on(ctx: RankContext, backend: str) -> None:
             queued.wait()
             with pytest.raises(CollectiveError, match="aborted"):
                 w.device.synchronize(event, 5)  # the bucket behind it is not right
-            assert untouched.item() == 0
+            if w.device.host_is_compute:  # a device runs it, on whatever it finds: the event says so
+                assert untouched.item() == 0
             with pytest.raises(CollectiveError, match="aborted"):
                 w.comm.broadcast_(t)
         else:

@@ -1,8 +1,8 @@
 """torch, as the CUDA backend meets it in an emulated run: CPU tensors and an emulated compute stream.
 
 A torch operation is run by the stream's thread, in its place in the stream, and what it reads and writes is
-declared to the race check. The thread that calls it waits until it has run (the host learns the result's
-shape), which the race check does not take for a synchronisation.
+declared to the race check. An operation in place is queued. For any other, the thread that calls it waits until
+it has run (the host learns the result's shape), which the race check does not take for a synchronisation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ class StreamOperations(TorchDispatchMode):
             return func(*args, **kwargs)
         reads, writes = _accesses(func, args, kwargs)
         self.count += 1
-        result = self._run(lambda: func(*args, **kwargs), reads, writes, f"{self.label}: {func.name()}")
+        label = f"{self.label}: {func.name()}"
+        if all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns):
+            written = _written(func, args, kwargs)
+            emulator.run_on_stream(
+                self.handle, lambda: _below_autograd(lambda: func(*args, **kwargs)), reads, writes, label
+            )
+            return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
+        result = self._run(lambda: func(*args, **kwargs), reads, writes, label)
         fresh = [r for t in _tensors(result) if (r := memory_of(t)) not in writes and r not in reads]
         if fresh:
             emulator.run_on_stream(
@@ -56,8 +63,7 @@ class StreamOperations(TorchDispatchMode):
 
         def task() -> None:
             try:
-                with torch._C._AutoDispatchBelowAutograd():
-                    outcome.append(fn())
+                outcome.append(_below_autograd(fn))
             except BaseException as error:
                 outcome.append(_Raised(error))
             finally:
@@ -80,6 +86,20 @@ _METADATA = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh", "aten:
 
 def _nothing() -> None:
     pass
+
+
+def _below_autograd(fn: Callable[[], Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return fn()
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation in place writes, in order."""
+    result = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            result.append(kwargs[argument.name] if argument.name in kwargs else args[index])
+    return result
 
 
 def memory_of(t: torch.Tensor) -> Range:

@@ -7,6 +7,7 @@ from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.algorithms.local_sgd import LocalSGD
 from bagua_rt.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
+from bagua_rt.algorithms.qadam import QAdamAlgorithm
 from bagua_rt.algorithms.registry import create, names, register
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LocalSGD",
     "LowPrecisionDecentralized",
     "OneBitAdamAlgorithm",
+    "QAdamAlgorithm",
     "create",
     "names",
     "register",

@@ -11,6 +11,7 @@ from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.algorithms.local_sgd import LocalSGD
 from bagua_rt.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
+from bagua_rt.algorithms.qadam import QAdamAlgorithm
 from bagua_rt.errors import UsageError
 
 _registered: dict[str, type[Algorithm]] = {
@@ -22,6 +23,7 @@ _registered: dict[str, type[Algorithm]] = {
         LocalSGD,
         LowPrecisionDecentralized,
         OneBitAdamAlgorithm,
+        QAdamAlgorithm,
     )
 }
 

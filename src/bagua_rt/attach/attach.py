@@ -84,16 +84,18 @@ def attach(
         CollectiveError: a rank did not come.
     """
     group = default_group() if process_group is None else process_group
-    given = _listed(optimizers)
-    _check_arguments(model, given, bucket_cap_mb, first_bucket_mb, commit)
-    algorithm = _chosen(algorithm, given)
-    named = name_tensors(model, ignore)
-    _check_tensors(named, group)
-    replaced = attachment_of(model)
-    if isinstance(replaced, Attachment):
-        replaced.detach(orderly=True)
-    _refuse_nested(named)
-    name = name or f"model{next(_numbers.setdefault(group, itertools.count()))}"
+    label = name or f"model{next(_numbers.setdefault(group, itertools.count()))}"
+    try:
+        given = _listed(optimizers)
+        _check_arguments(model, given, bucket_cap_mb, first_bucket_mb, commit)
+        algorithm = _chosen(algorithm, given)
+        named = name_tensors(model, ignore)
+        _check_tensors(named, group)
+        _close_former(model)
+        _refuse_nested(named)
+    except UsageError as error:
+        group.refuse(label, str(error))
+        raise
     options = Options(
         cap_bytes=int(bucket_cap_mb * _MIB),
         first_cap_bytes=int(first_bucket_mb * _MIB),
@@ -101,7 +103,7 @@ def attach(
         gradient_as_bucket_view=gradient_as_bucket_view,
         check=check,
     )
-    resources = Resources(group, name, hierarchical=bool(getattr(algorithm, "hierarchical", False)))
+    resources = Resources(group, label)
     try:
         settings = {"algorithm": algorithm, "broadcast_buffers": broadcast_buffers, "options": options}
         agree_on(describe(named, settings), resources.control)
@@ -110,7 +112,13 @@ def attach(
         resources.close()
         raise
     _install(model, given, attachment)
-    return Attached(attachment, name)
+    return Attached(attachment, label)
+
+
+def _close_former(model: nn.Module) -> None:
+    former = attachment_of(model)
+    if isinstance(former, Attachment):
+        former.detach(orderly=True)
 
 
 def _make(

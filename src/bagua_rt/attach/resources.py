@@ -21,13 +21,13 @@ class Resources:
     Args:
         group: The process group.
         name: The attachment's name.
-        hierarchical: Does the algorithm need intra-node and inter-node communicators?
 
     Raises:
+        UsageError: a rank refused to attach; tells why.
         CollectiveError: a rank did not come.
     """
 
-    def __init__(self, group: ProcessGroup, name: str, *, hierarchical: bool) -> None:
+    def __init__(self, group: ProcessGroup, name: str) -> None:
         self.group = group
         self.name = name
         self.describe: Callable[[], str] = lambda: "attaching a model"
@@ -35,7 +35,7 @@ class Resources:
         with ExitStack() as undo:
             self.control: Control = group.control(name)
             undo.callback(self.control.close)
-            self.communicators: Communicators = group.connect(name, group.lanes, hierarchical)
+            self.communicators: Communicators = group.connect(name, group.lanes, hierarchical=True)
             undo.callback(self.communicators.close)
             self.loop = EventLoop(f"bagua_rt/{name}", self._answer)
             undo.callback(self.loop.close)

@@ -276,10 +276,11 @@ class CudaCommunicator(CheckedCommunicator):
                     event.failure = error
 
     def await_event(self, event: Event, timeout_s: float) -> bool:
-        return self._cuda.await_done(cuda_event(event), timeout_s)
+        point = cuda_event(event)
+        return self._cuda.await_either(point, point.is_over, timeout_s)
 
     def is_done(self, event: Event) -> bool:
-        return cuda_event(event).is_done()
+        return cuda_event(event).is_over()
 
     def error_of(self, event: Event) -> BaseException | None:
         return cuda_event(event).failure

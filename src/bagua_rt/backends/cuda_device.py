@@ -122,6 +122,10 @@ class CudaEvent:
         """Is the outcome known: reached, or behind an operation that failed?"""
         return self.error is not None or self.has_landed()
 
+    def is_over(self) -> bool:
+        """Has the operation that ends here ended, or failed, whatever became of those before it?"""
+        return self.failure is not None or self.has_landed()
+
     def roots(self) -> tuple[CudaEvent, ...]:
         """The operations whose errors what comes behind this point carries."""
         return self.behind if self.owner is None else (*self.behind, self)
@@ -325,7 +329,7 @@ class CudaDevice:
         """Block the host until `event` completes; asks it, and NCCL, again and again until the deadline."""
         point, limit = cuda_event(event), self.timeout_s if timeout_s is None else timeout_s
         self.require_open()
-        if not self.await_done(point, limit):
+        if not self.await_either(point, point.is_done, limit):
             busy = "; ".join(f"{point.stream.name}: {root}" for root in point.roots() if root.matters())
             raise CollectiveTimeoutError(
                 f"an event did not complete within {limit:g} s",
@@ -335,14 +339,17 @@ class CudaDevice:
         if point.error is not None:
             raise fresh(point.error) from point.error
 
-    def await_done(self, event: CudaEvent, timeout_s: float) -> bool:
-        """Block the host until the outcome of `event` is known; False if it isn't in time."""
-        if event.is_done():
+    def await_either(self, event: CudaEvent, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Block the host until `is_done`, an answer of `event`, or the deadline; whether it was the former.
+
+        Asks NCCL, meanwhile, how the operations before `event` are.
+        """
+        if is_done():
             return True
         now = time.monotonic()
         deadline, ask_nccl_at, pause_s = now + timeout_s, now + _ASK_NCCL_EVERY_S, 0.0
-        owners = {root.owner for root in event.roots()} - {None}
-        while not event.is_done():
+        owners = {root.owner for root in event.roots()}
+        while not is_done():
             now = time.monotonic()
             if now >= deadline:
                 return False

@@ -21,7 +21,7 @@ from typing import TypeVar
 # torch.distributed re-exports these names without telling type checkers.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from bagua_rt.errors import CollectiveTimeoutError, PeerError
+from bagua_rt.errors import CollectiveTimeoutError, PeerError, UsageError
 
 _T = TypeVar("_T")
 
@@ -227,6 +227,7 @@ def meet(client: StoreClient, rank: int, world_size: int, timeout_s: float, what
 
     Raises:
         CollectiveTimeoutError: the deadline passed; names the ranks that are missing.
+        UsageError: another rank refused to come; tells why.
         PeerError: the store is gone.
     """
     client.set(f"here/{rank}", "1")
@@ -236,6 +237,8 @@ def meet(client: StoreClient, rank: int, world_size: int, timeout_s: float, what
             missing.pop(0)
         if not missing:
             return
+        if (refusal := client.peek("refused")) is not None:
+            raise UsageError(f"{what}: another rank refused", got=refusal.decode(errors="replace"))
         if pace.is_over:
             missing = [other for other in missing if client.peek(f"here/{other}") is None]
             raise CollectiveTimeoutError(

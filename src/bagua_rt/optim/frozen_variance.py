@@ -1,0 +1,195 @@
+"""Adam (or AdamW) with a warm-up, after which the variance is frozen and only the momentum is communicated.
+
+Source: Tang et al. 2021, "1-bit Adam", algorithm 1. What it has in common with the communication is
+algorithms/momentum.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+from bagua_rt.errors import UsageError
+from bagua_rt.optim.paired import PairedOptimizer
+
+
+class FrozenVarianceAdam(PairedOptimizer):
+    """Adam for `warmup_steps` steps; from then on the variance is frozen, and the momentum the mean.
+
+    Warm-up: torch's own Adam (or AdamW) on the averaged gradients. Then, with g the local gradient::
+
+        m <- mean over ranks of  beta1 * m + (1 - beta1) * g          (compressed)
+        x <- x - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^W)) + eps)
+
+    where v and its bias correction stay those of step W, the last of the warm-up. Elements whose v is 0
+    then never had a gradient; their momentum stays 0, since it could only be the compression's noise.
+
+    Not attached, it is the same optimizer in a world of one rank, with nothing to compress.
+
+    Args:
+        params: Parameters or groups, as any torch optimizer takes them.
+        lr: Learning rate.
+        betas: Decay of momentum and variance.
+        eps: Added to the root of the variance.
+        weight_decay: Holds in both stages. As in Adam it is added to the gradient, and so becomes part of
+            the momentum; with `decoupled_weight_decay` it shrinks the weights, as in AdamW.
+        warmup_steps: W; 15 to 25 % of all steps is usual.
+        decoupled_weight_decay: AdamW's weight decay.
+
+    Raises:
+        UsageError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 1:
+            raise UsageError(
+                "warmup_steps is not usable",
+                expected="a whole number >= 1: the variance needs a step to be known",
+                got=repr(warmup_steps),
+            )
+        self.warmup_steps = warmup_steps
+        self._momentum: Mapping[torch.Tensor, torch.Tensor] | None = None
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "completed_steps": 0,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see torch.optim.Optimizer.
+
+        Raises:
+            UsageError: a setting of the group is out of range.
+        """
+        settings = {**self.defaults, **param_group}
+        beta1, beta2 = settings["betas"]
+        ranges = {
+            "lr": float(settings["lr"]) >= 0,
+            "betas": 0 <= beta1 < 1 and 0 <= beta2 < 1,
+            "eps": settings["eps"] >= 0,
+            "weight_decay": settings["weight_decay"] >= 0,
+        }
+        if wrong := [key for key, is_right in ranges.items() if not is_right]:
+            raise UsageError(
+                f"{wrong[0]} is out of range", expected=">= 0, betas below 1", got=repr(settings[wrong[0]])
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own leaves out what is in no group, and a copy must know its warm-up
+        return {**super().__getstate__(), "warmup_steps": self.warmup_steps, "_momentum": None}
+
+    @property
+    def completed_steps(self) -> int:
+        """Steps done, over all runs of a checkpoint."""
+        return int(self.param_groups[0]["completed_steps"])
+
+    @property
+    def variance_is_frozen(self) -> bool:
+        """Is the warm-up over?"""
+        return self.completed_steps >= self.warmup_steps
+
+    def update(self) -> None:
+        """Move the parameters by the present stage's rule."""
+        frozen = self.variance_is_frozen
+        momentum, self._momentum = self._momentum, None
+        for group in self.param_groups:
+            if frozen:
+                self._update_frozen(group, momentum)
+            else:
+                self._update_adam(group)
+            group["completed_steps"] = group["completed_steps"] + 1
+
+    @torch.no_grad()
+    def form_momentum(self, params: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
+        """``out[i] = beta1 * m + (1 - beta1) * gradient`` of ``params[i]``; its state stays as it is.
+
+        **Shapes:** ``out[i]`` has the shape of ``params[i]``. **Stream:** runs on the compute stream.
+        """
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        for param, target in zip(params, out, strict=True):
+            group, state = group_of[param], self._state_of(param)
+            beta1 = group["betas"][0]
+            torch.mul(state["exp_avg"], beta1, out=target)
+            if param.grad is not None:
+                target.add_(param.grad, alpha=1 - beta1)
+                if group["weight_decay"] and not group["decoupled_weight_decay"]:
+                    target.add_(param, alpha=(1 - beta1) * group["weight_decay"])
+
+    def use_momentum(self, momentum: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Let the next update move these parameters by these momenta, and no others."""
+        self._momentum = momentum
+
+    def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state["variance_steps"] = torch.zeros((), dtype=torch.float32)
+        return state
+
+    def _update_adam(self, group: dict[str, Any]) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        states = [self._state_of(param) for param in params]
+        beta1, beta2 = group["betas"]
+        adam(
+            params,
+            [param.grad for param in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            has_complex=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )
+        for state in states:
+            state["variance_steps"].copy_(state["step"])
+
+    def _update_frozen(
+        self, group: dict[str, Any], momentum: Mapping[torch.Tensor, torch.Tensor] | None
+    ) -> None:
+        if momentum is None:  # nothing was communicated: the local momentum is the mean
+            own = [param for param in group["params"] if param.grad is not None]
+            local = [torch.empty_like(param) for param in own]
+            self.form_momentum(own, local)
+            momentum = dict(zip(own, local, strict=True))
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        for param in group["params"]:
+            if param not in momentum:
+                continue
+            state = self._state_of(param)
+            variance, mean = state["exp_avg_sq"], state["exp_avg"]
+            state["step"] += 1
+            if group["decoupled_weight_decay"]:
+                param.mul_(1 - lr * group["weight_decay"])
+            torch.where(variance > 0, momentum[param], torch.zeros((), dtype=mean.dtype), out=mean)
+            correction1 = 1 - beta1 ** float(state["step"])
+            correction2 = 1 - beta2 ** float(state["variance_steps"])
+            if correction2 > 0:
+                denominator = (variance / correction2).sqrt_().add_(group["eps"])
+                param.addcdiv_(mean, denominator.masked_fill_(variance == 0, 1.0), value=-lr / correction1)
