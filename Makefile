@@ -1,4 +1,4 @@
-# make train · make test · make check · make fix        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
+# make train · make test · make check · make fix · make kernels        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
 EXTRA  ?=
@@ -8,7 +8,7 @@ BIN    := .venv/bin
 PIP    := $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 ,      := ,
 
-.PHONY: train test check fix clean FORCE
+.PHONY: train test check fix kernels clean FORCE
 .DEFAULT_GOAL := check
 
 train: .venv/installed  ## two ranks train a byte-level GPT; ARGS="--algorithm onebit_adam --ranks 3", ARGS=--help
@@ -20,6 +20,9 @@ test: .venv/dev  ## the whole suite; ARGS="-k bucket" for a part
 check: .venv/dev  ## what needs no run: lint, format, types, layers, CHANGELOG against the version
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports
 	$(BIN)/pytest -q -p no:cacheprovider tests/test_project.py -k version
+
+kernels: .venv/dev  ## compile kernels/ for sm_70 to sm_120; registers, stack and shared memory of each
+	$(BIN)/python tools/compile_kernels.py
 
 fix: .venv/dev  ## what ruff can mend by itself
 	$(BIN)/ruff check --fix && $(BIN)/ruff format

@@ -1,16 +1,26 @@
-"""One pool of five ranks for all tests of attaching: to start a rank costs more than most of them do."""
+"""Ranks live as long as the session: to start one costs more than most tests do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, close_crews
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
+def pools() -> Callable[[int], RankPool]:
+    """A function from the world size to a pool of that size."""
+    return RankPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> RankPool:
     """Five ranks; `tests.micro.on` runs a function on the first few of them."""
-    with RankPool(5) as pool:
-        yield pool
+    return RankPool(5)
+
+
+def pytest_sessionfinish() -> None:
+    """End the ranks."""
+    close_crews()

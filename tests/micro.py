@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,14 +107,8 @@ def caught(fn: Callable[[], object]) -> tuple[str, str]:
 def on(
     pool: RankPool, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
 ) -> list[Any]:
-    """Run `fn` on the first `world_size` ranks of a pool that may be larger; the others do nothing."""
-    return pool.run(_on_first, world_size, fn, args, timeout=timeout)[:world_size]
-
-
-def _on_first(ctx: RankContext, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    if ctx.rank >= world_size:
-        return None
-    return fn(replace(ctx, world_size=world_size, _stores={}), *args)
+    """Run `fn` on the first `world_size` ranks of a pool that may be larger."""
+    return pool.first(world_size).run(fn, *args, timeout=timeout)
 
 
 def backward(wrapped: Wrapped, ctx: RankContext, *args: Any) -> None:

@@ -1,13 +1,11 @@
-"""Rank processes for multi-rank tests: spawned once per module, fed with functions, always reaped.
+"""Rank processes for multi-rank tests: spawned once per session, fed with functions, always reaped.
 
 A rank is a subprocess that reads pickled calls from a pipe. It dies with its parent (PR_SET_PDEATHSIG and
 the end of the pipe), so neither a failing test nor a killed pytest leaves one behind. Use it so::
 
-    pools = pytest.fixture(scope="module")(rank_pools)  # from tests.ranks
-
     def average(ctx: RankContext, value: float) -> float: ...  # runs on a rank
 
-    def test_average(pools): assert pools(2).run(average, 1.0) == [1.0, 1.0]
+    def test_average(): assert RankPool(2).run(average, 1.0) == [1.0, 1.0]
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -97,6 +95,7 @@ class _Rank:
     calls: IO[bytes]
     answers: int  # file descriptor
     output: IO[bytes]
+    loaded: set[str] = field(default_factory=set)  # modules that it has imported
 
     def text(self) -> str:
         """What the rank has printed since it started; the last 8,000 characters."""
@@ -104,8 +103,59 @@ class _Rank:
         return self.output.read().decode(errors="replace")[-8000:]
 
 
+class _Crew:
+    """Rank processes that all pools with one environment share; started when first needed."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = dict(env)
+        self.runs = itertools.count()
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.members: list[_Rank] = []
+
+    def of(self, size: int) -> list[_Rank]:
+        """The first `size` ranks, all alive."""
+        if any(member.process.poll() is not None for member in self.members):
+            self.kill()
+        self.members += [_start(self.env) for _ in range(size - len(self.members))]
+        return self.members[:size]
+
+    def kill(self) -> None:
+        """End all ranks; the next call has new ones."""
+        for member in self.members:
+            member.process.kill()
+            member.process.wait()
+            with contextlib.suppress(OSError):
+                member.calls.close()
+            os.close(member.answers)
+            member.output.close()
+        self.members = []
+
+    def close(self) -> None:
+        """End the ranks, and remove what they shared."""
+        for member in self.members:
+            with contextlib.suppress(OSError):
+                member.calls.close()
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and any(m.process.poll() is None for m in self.members):
+            time.sleep(0.01)
+        self.kill()
+        self.folder.cleanup()
+
+
+_crews: dict[frozenset[tuple[str, str]], _Crew] = {}
+
+
+def close_crews() -> None:
+    """End every rank of every pool; for the end of the session."""
+    while _crews:
+        _crews.popitem()[1].close()
+
+
 class RankPool:
     """`world_size` rank processes that run functions of a test module.
+
+    Pools with the same environment share their processes, since to start one costs more than most tests do:
+    a world of two is the first two of a world of three.
 
     Args:
         world_size: How many.
@@ -114,17 +164,13 @@ class RankPool:
 
     def __init__(self, world_size: int, env: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
+        key = frozenset((env or {}).items())
         self._env = dict(env or {})
-        self._runs = itertools.count()
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._ranks: list[_Rank] = []
-        self._loaded: set[str] = set()  # modules that these ranks have imported
+        self._crew = _crews.get(key) or _crews.setdefault(key, _Crew(self._env))
 
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def first(self, world_size: int) -> RankPool:
+        """A pool of the first `world_size` of these ranks."""
+        return RankPool(world_size, self._env)
 
     def run(
         self,
@@ -147,17 +193,18 @@ class RankPool:
             RankFailedError: a rank raised or died.
             TimeoutError: a rank did not answer; the text holds every rank's stacks.
         """
-        if len(self._ranks) != self.world_size or any(r.process.poll() is not None for r in self._ranks):
-            self._restart()
+        members = self._crew.of(self.world_size)
         name = fn.__qualname__
-        if fn.__module__ not in self._loaded:  # a loaded machine may start slowly: not the test's time
-            self._loaded.add(fn.__module__)
-            self._call(fn.__module__, "", ())
-            self._collect(max(timeout, _START_S))
-        self._call(fn.__module__, name, args)
-        answers = self._collect(timeout)
+        if any(fn.__module__ not in member.loaded for member in members):
+            # A loaded machine may import slowly: not the test's time.
+            self._call(members, fn.__module__, "", ())
+            self._collect(members, max(timeout, _START_S))
+            for member in members:
+                member.loaded.add(fn.__module__)
+        self._call(members, fn.__module__, name, args)
+        answers = self._collect(members, timeout)
         if any(isinstance(a, RankDiedError) for a in answers):
-            self._kill()  # the others may be stuck with the dead one: the next run starts new ranks
+            self._crew.kill()  # the others may be stuck with the dead one: the next run starts new ranks
         failed = [a for a in answers if isinstance(a, RankDiedError | _Raised)]
         if failed and not expect_errors:
             texts = [
@@ -168,102 +215,63 @@ class RankPool:
             )
         return [a.error if isinstance(a, _Raised) else a for a in answers]
 
-    def close(self) -> None:
-        """End the ranks, and remove what they shared."""
-        for member in self._ranks:
-            with contextlib.suppress(OSError):
-                member.calls.close()
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline and any(m.process.poll() is None for m in self._ranks):
-            time.sleep(0.01)
-        self._kill()
-        self._folder.cleanup()
-
-    def _call(self, module: str, name: str, args: tuple[Any, ...]) -> None:
-        number = next(self._runs)
+    def _call(self, members: Sequence[_Rank], module: str, name: str, args: tuple[Any, ...]) -> None:
+        number = next(self._crew.runs)
         path = getattr(sys.modules.get(module), "__file__", None)
-        for rank, member in enumerate(self._ranks):
-            context = RankContext(rank, self.world_size, number, self._folder.name)
+        for rank, member in enumerate(members):
+            context = RankContext(rank, self.world_size, number, self._crew.folder.name)
             _send(member.calls, (module, path, name, context, args))
 
-    def _collect(self, timeout: float) -> list[Any]:
+    def _collect(self, members: Sequence[_Rank], timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
         answers: dict[int, Any] = {}
-        waiting = {member.answers: rank for rank, member in enumerate(self._ranks)}
+        waiting = {member.answers: rank for rank, member in enumerate(members)}
         dead_since: float | None = None
         while waiting:
             left = deadline - time.monotonic()
             if dead_since is not None:
                 left = min(left, dead_since + max(5.0, timeout / 2) - time.monotonic())
             if left <= 0:
-                raise self._timed_out(timeout, sorted(waiting.values()))
+                raise self._timed_out(members, timeout, sorted(waiting.values()))
             for fd in select.select(list(waiting), [], [], left)[0]:
                 rank = waiting.pop(fd)
-                answers[rank] = self._answer(rank)
+                answers[rank] = _answer(members[rank], rank)
                 if isinstance(answers[rank], RankDiedError):
                     dead_since = time.monotonic()
         return [answers[rank] for rank in range(self.world_size)]
 
-    def _answer(self, rank: int) -> Any:
-        member = self._ranks[rank]
-        try:
-            return _receive(member.answers)
-        except EOFError:
-            return RankDiedError(rank, member.process.wait(10), member.text())
-
-    def _timed_out(self, timeout: float, late: list[int]) -> TimeoutError:
-        for member in self._ranks:
+    def _timed_out(self, members: Sequence[_Rank], timeout: float, late: list[int]) -> TimeoutError:
+        for member in members:
             with contextlib.suppress(ProcessLookupError):
                 member.process.send_signal(signal.SIGUSR1)  # faulthandler writes all stacks
         time.sleep(0.3)
-        texts = [f"--- rank {rank}\n{member.text()}" for rank, member in enumerate(self._ranks)]
-        self._kill()
+        texts = [f"--- rank {rank}\n{member.text()}" for rank, member in enumerate(members)]
+        self._crew.kill()
         return TimeoutError("\n".join([f"ranks {late} did not answer within {timeout:g} s", *texts]))
 
-    def _restart(self) -> None:
-        self._kill()
-        self._loaded.clear()
-        self._ranks = [self._start() for _ in range(self.world_size)]
 
-    def _start(self) -> _Rank:
-        calls_read, calls_write = os.pipe()
-        answers_read, answers_write = os.pipe()
-        output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the rank
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _BOOT, __name__, __file__, str(calls_read), str(answers_write)],
-            pass_fds=(calls_read, answers_write),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=rank_environment(self._env),
-        )
-        os.close(calls_read)
-        os.close(answers_write)
-        return _Rank(process, os.fdopen(calls_write, "wb", buffering=0), answers_read, output)
-
-    def _kill(self) -> None:
-        for member in self._ranks:
-            member.process.kill()
-            member.process.wait()
-            with contextlib.suppress(OSError):
-                member.calls.close()
-            os.close(member.answers)
-            member.output.close()
-        self._ranks = []
-
-
-def rank_pools() -> Iterator[Callable[[int], RankPool]]:
-    """The body of a module-scoped fixture: ``pools = pytest.fixture(scope="module")(rank_pools)``.
-
-    Yields:
-        A function from the world size to the module's pool of that size.
-    """
-    pools: dict[int, RankPool] = {}
+def _answer(member: _Rank, rank: int) -> Any:
     try:
-        yield lambda world_size: pools.setdefault(world_size, RankPool(world_size))
-    finally:
-        for pool in pools.values():
-            pool.close()
+        return _receive(member.answers)
+    except EOFError:
+        return RankDiedError(rank, member.process.wait(10), member.text())
+
+
+def _start(env: Mapping[str, str]) -> _Rank:
+    calls_read, calls_write = os.pipe()
+    answers_read, answers_write = os.pipe()
+    output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the rank
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", _BOOT, __name__, __file__, str(calls_read), str(answers_write)],
+        pass_fds=(calls_read, answers_write),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=rank_environment(env),
+    )
+    os.close(calls_read)
+    os.close(answers_write)
+    return _Rank(process, os.fdopen(calls_write, "wb", buffering=0), answers_read, output)
 
 
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 import bagua_rt as bagua
 from tests import kernel_oracles as oracles
 from tests import zoo
-from tests.micro import caught, group, on
+from tests.micro import group, on
 from tests.ranks import RankContext, RankPool
 from tests.zoo import LR, SHAPES, Array, Trainer
 
@@ -149,6 +149,26 @@ def test_what_is_not_finite_stays_so_on_every_rank(pool: RankPool, value: float)
     on(pool, 2, not_finite, value)
 
 
+def sparse(ctx: RankContext, names: list[str]) -> None:
+    with group(ctx):
+        for name in names:
+            embedding, linear = torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1)
+            model = torch.nn.Sequential(embedding, linear)
+            run = bagua.attach(model, (), bagua.algorithms.create(name))
+            torch.nn.init.ones_(linear.weight)
+            model(torch.tensor([ctx.rank, 4])).sum().backward()
+            assert embedding.weight.grad is not None
+            grad, n = embedding.weight.grad.to_dense(), ctx.world_size
+            expected = [1 / n if row < n else 1.0 if row == 4 else 0.0 for row in range(5)]
+            torch.testing.assert_close(grad[:, 0], torch.tensor(expected))
+            run.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sparse_gradients_beside_compressed_ones_are_averaged(pool: RankPool, world_size: int) -> None:
+    on(pool, world_size, sparse, ["bytegrad", "fourbit", "powersgd", "gradient_allreduce"])
+
+
 def sent(ctx: RankContext, numel: int) -> int:
     with group(ctx):
         model = torch.nn.Linear(numel, 1, bias=False)
@@ -170,27 +190,11 @@ def test_bytes_on_the_wire_are_a_quarter(pool: RankPool, world_size: int) -> Non
         assert found <= 0.26 * 8 * (world_size - 1) / world_size * numel
 
 
-def lone_switch(ctx: RankContext) -> tuple[str, str]:
-    with group(ctx):
-        trainer = Trainer(bagua.GradientAllReduce())
-        trainer.step(ctx.rank, 0, 1)
-        refused = caught(lambda: trainer.run.switch(bagua.algorithms.ByteGrad(hierarchical=True)))
-        trainer.step(ctx.rank, 1, 1)
-        trainer.run.close()
-        return refused
-
-
-def test_a_switch_to_the_hierarchical_form_needs_its_communicators(pool: RankPool) -> None:
-    for kind, text in on(pool, 2, lone_switch):
-        assert kind == "UsageError"
-        assert "no intra-node communicator" in text
-
-
 def test_switches_to_and_from_others(pool: RankPool) -> None:
     seed = zoo.seed_of_today()
     flat: list[tuple[str, dict[str, Any]]] = [("bytegrad", {}), ("gradient_allreduce", {})]
     answers = on(pool, 3, zoo.switched, [*flat, ("decentralized", {})], seed)
     assert answers[0][0] == answers[1][0], f"equal until the decentralised one, {seed=}"
-    deep = [("bytegrad", {"hierarchical": True}), *flat]
+    deep = [("gradient_allreduce", {}), ("bytegrad", {"hierarchical": True}), *flat]
     answers = on(pool, 3, zoo.switched, deep, seed)
     assert answers == [answers[0]] * 3, f"{seed=}"

@@ -488,7 +488,7 @@ def test_b45_batch_norm_differs_until_the_next_forward(pool: RankPool, kind: str
 # ---- G. Ranks out of step -------------------------------------------------------------------------------
 
 DIFFERENCES: dict[str, tuple[str, str]] = {
-    "one more": ("first at parameter 'c.weight'", "nothing of that name"),
+    "one more": ("first in parameter 'c.weight'", "nothing of that name"),
     "shape": ("'b.weight'", "shape (2, 1)"),
     "dtype": ("'b.weight'", "torch.float64"),
     "order": ("'b.weight'", "'a.weight'"),

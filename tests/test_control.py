@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -137,26 +137,6 @@ def test_a_world_of_one_needs_no_group() -> None:
 
 
 # ------------------------------------------------------------------------------------------ several ranks
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    from tests.ranks import rank_pools
-
-    made = rank_pools()
-    pool_of = next(made)
-
-    def warm(world_size: int) -> RankPool:
-        pool = pool_of(world_size)
-        pool.run(ready, timeout=110.0)  # imports take their time; what is measured comes after them
-        return pool
-
-    yield warm
-    next(made, None)
-
-
-def ready(ctx: RankContext) -> None:
-    """Do nothing."""
 
 
 def lane_of(ctx: RankContext, timeout_s: float = 40.0) -> tuple[process_group.ProcessGroup, Control]:

@@ -1,4 +1,4 @@
-"""LowPrecisionDecentralized against a float64 simulation of all ranks, coded by numpy's oracle of the codec."""
+"""LowPrecisionDecentralized against a float64 simulation of all ranks that codes by numpy's oracle."""
 
 from __future__ import annotations
 

@@ -33,26 +33,6 @@ if TYPE_CHECKING:
 Pools = Callable[[int], "RankPool"]
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    from tests.ranks import rank_pools
-
-    made = rank_pools()
-    pool_of = next(made)
-
-    def warm(world_size: int) -> RankPool:
-        pool = pool_of(world_size)
-        pool.run(ready, timeout=110.0)  # imports take their time; what is measured comes after them
-        return pool
-
-    yield warm
-    next(made, None)
-
-
-def ready(ctx: RankContext) -> None:
-    """Do nothing."""
-
-
 @pytest.fixture
 def port() -> int:
     with socket.create_server(("", 0)) as listener:

@@ -17,9 +17,8 @@ from bagua_rt.backend import Communicator, Device
 from bagua_rt.control import Control
 from bagua_rt.errors import UsageError
 from bagua_rt.replicate import TensorReplicator, replicate_optimizers, replicate_tensors
-from tests.ranks import RankContext, RankPool, rank_pools
+from tests.ranks import RankContext, RankPool
 
-pools = pytest.fixture(scope="module")(rank_pools)
 Pools = Callable[[int], RankPool]
 
 

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from bagua_rt.errors import LayoutMismatchError, UsageError
-from tests.ranks import RankContext, RankPool, rank_pools
+from tests.ranks import RankContext, RankPool
 from tests.test_replicate import bits, job, run
 
-pools = pytest.fixture(scope="module")(rank_pools)
 Pools = Callable[[int], RankPool]
 
 

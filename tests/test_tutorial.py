@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +20,6 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), flags=re.DOTALL)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param) as pool:
-        yield pool
-
-
 def run_tutorial(context: RankContext, source: str) -> tuple[torch.Tensor, torch.Tensor]:
     import sys
 
@@ -42,9 +35,9 @@ def run_tutorial(context: RankContext, source: str) -> tuple[torch.Tensor, torch
     return before, after
 
 
-def test_the_tutorials_blocks_train(pool: RankPool) -> None:
-    move = {1: -0.01, 2: 0.0, 3: 0.01}[pool.world_size]
-    results = pool.run(run_tutorial, "\n\n".join(blocks()), timeout=60)
+@pytest.mark.parametrize(("world_size", "move"), [(1, -0.01), (2, 0.0), (3, 0.01)])
+def test_the_tutorials_blocks_train(pool: RankPool, world_size: int, move: float) -> None:
+    results = pool.first(world_size).run(run_tutorial, "\n\n".join(blocks()), timeout=60)
     for before, after in results:
         torch.testing.assert_close(after - before, torch.full((1, 8), move), rtol=0, atol=1e-7)
         assert torch.equal(after, results[0][1])

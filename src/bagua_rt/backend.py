@@ -254,8 +254,8 @@ class Communicator(Protocol):
     in the same order over all lanes, for one NCCL communicator serves them. It is queued on `stream` (None:
     lane 0), which must be one of `lanes`, after everything queued there before; tensors are read and written
     there, and kept alive until the operation is complete. Arguments are checked before anything is launched:
-    tensors must be contiguous, on the communicator's device, of the
-    stated sizes and of one dtype, and must not overlap unless the operation is in place.
+    tensors must be contiguous, on the communicator's device, of the stated sizes and of one dtype, and must
+    not overlap unless the operation is in place.
     Averages are formed by scaling before the sum, so they overflow only where their result does.
     """
 

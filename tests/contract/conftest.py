@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -32,11 +32,6 @@ def environment(backend: str, request: pytest.FixtureRequest) -> Mapping[str, st
 
 
 @pytest.fixture(scope="module")
-def pools(environment: Mapping[str, str]) -> Iterator[Callable[[int], RankPool]]:
-    """A function from the world size to the module's pool of that size, on the backend under test."""
-    made: dict[int, RankPool] = {}
-    try:
-        yield lambda world_size: made.setdefault(world_size, RankPool(world_size, environment))
-    finally:
-        for pool in made.values():
-            pool.close()
+def pools(environment: Mapping[str, str]) -> Callable[[int], RankPool]:
+    """A function from the world size to the pool of that size, on the backend under test."""
+    return lambda world_size: RankPool(world_size, environment)

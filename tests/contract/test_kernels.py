@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bagua_rt.backend import Stream
+from tests import kernel_oracles as oracles
 from tests.contract.world import World, poisoned, same_bits, world
 from tests.ranks import RankContext, RankPool
 
@@ -118,6 +119,34 @@ def decode_case(w: World, wire: torch.Tensor, columns: int, dtype: torch.dtype, 
     )
 
 
-@pytest.mark.parametrize("fn", [copies, signs])
+MINMAX_SHAPES = (*SHAPES, (2, 4112, 8200, 0), (1, 2048, 9000, 4096))
+
+
+def minmax(ctx: RankContext, backend: str) -> None:
+    """The bytes, the values and the mean are the oracle's, bit for bit, on every backend."""
+    with world(ctx, backend) as w:
+        kernels, dev = w.backend.kernels, w.device.torch_device
+        for stream in (w.device.compute_stream(), w.lanes[0]):
+            for dtype in FLOATS:
+                for rows, columns, numel, first in MINMAX_SHAPES:
+                    values = torch.randn(rows, columns).to(dtype)
+                    values[0, -1] = float("nan")  # of the last chunk of a row
+                    valid = oracles.wide(values)
+                    here = values.to(dev)
+                    row_bytes = kernels.minmax_row_bytes(columns, dtype)
+                    wire = torch.full((rows, row_bytes), 255, dtype=torch.uint8, device=dev)
+                    out, mean = torch.full_like(here, 9), torch.full_like(here[0], 9)
+                    kernels.minmax_encode(here, numel, first, wire, stream)
+                    kernels.minmax_decode(wire, out, stream)
+                    kernels.minmax_decode_mean(wire, mean, stream)
+                    w.device.synchronize(w.device.record(stream))
+                    expected = oracles.minmax_encode(valid, numel, first)
+                    np.testing.assert_array_equal(wire.cpu().numpy(), expected)
+                    decoded = oracles.minmax_decode(expected, columns, oracles.wide_type(dtype))
+                    assert same_bits(out.cpu(), oracles.narrow(decoded, dtype))
+                    assert same_bits(mean.cpu(), oracles.narrow(oracles.mean_rows(decoded), dtype))
+
+
+@pytest.mark.parametrize("fn", [copies, signs, minmax])
 def test_kernels(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
     pools(1).run(fn, backend)

@@ -79,13 +79,17 @@ def in_flight(ctx: RankContext, backend: str) -> None:
             t = torch.full((250_000,), float(w.rank + k))
             out = torch.empty_like(t)
             work = w.comm.all_reduce(out, t, "sum", stream=w.lanes[k % 2])
+            given = weakref.ref(t)
             del t
             junk = [torch.full((250_000,), -1.0) for _ in range(3)]
             work.wait()
             assert out.eq(k * w.size + sum(range(w.size))).all()
+            assert given() is None
             del junk
             growth.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
-        assert growth[-1] - growth[40] < 10_000_000, growth  # the first ones warm malloc up
+        if backend == "gloo":  # the emulator keeps what it has sent for a while
+            # The first ones warm malloc's arenas up; one tensor kept by each operation would be 80 MB.
+            assert growth[-1] - growth[40] < 40_000_000, growth
         t = torch.zeros(10)
         work = w.comm.all_reduce_(t)
         work.wait()

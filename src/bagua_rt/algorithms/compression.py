@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bagua_rt.algorithms.base import Context
+from bagua_rt.algorithms.base import AlgorithmState, Context
 from bagua_rt.algorithms.operations import CODEC_DTYPES, hierarchical_, hierarchical_sum_
 from bagua_rt.backend import Communicator, Device, Kernels, Stream
 from bagua_rt.bucket import Bucket
@@ -231,20 +231,24 @@ class CompressedMeans:
             return
         mean = self._means.get(bucket.index)
 
-        def among_leaders(leaders: Communicator) -> None:
+        def compress(members: Communicator, factor: int) -> None:
             if mean is not None:
-                mean.mean_(leaders, stream)
-                run(stream, lambda: flat.mul_(leaders.world_size))
+                mean.mean_(members, stream)
+                run(stream, lambda: flat.mul_(factor) if factor != 1 else None)
+                # Padding shares the fate of its block, NaN too; but it must stay 0.
+                run(stream, flat[bucket.plan.numel :].zero_)
 
         if not self._hierarchical and mean is not None:
-            mean.mean_(comm, stream)
+            compress(comm, 1)
         elif not self._hierarchical:
             comm.all_reduce_(flat, "avg", stream=stream)
         else:
             # Scaled first: the sum of a node must not overflow where the mean doesn't.
             run(stream, lambda: flat.mul_(1.0 / comm.world_size))
             if bucket.plan.dtype in CODEC_DTYPES:
-                hierarchical_(flat, communicators, stream, among_leaders)
+                hierarchical_(
+                    flat, communicators, stream, lambda leaders: compress(leaders, leaders.world_size)
+                )
             else:
                 hierarchical_sum_(flat, communicators, stream)
 
@@ -267,3 +271,38 @@ class CompressedMeans:
         for mean, saved in zip(self._means.values(), state["errors"], strict=True):
             for error, value in zip(mean.errors(), saved, strict=True):
                 error.copy_(value)
+
+
+class CompressedGradients(AlgorithmState):
+    """Averages gradients in backward, by compressed means.
+
+    Args:
+        context: What the state may use.
+        means: The means.
+    """
+
+    def __init__(self, context: Context, means: CompressedMeans) -> None:
+        super().__init__(context)
+        self._means = means
+
+    @property
+    def sparse_scale(self) -> float:
+        return 1.0 / self.context.world_size
+
+    def alignment(self) -> int:
+        return self._means.alignment
+
+    def setup(self, buckets: Sequence[Bucket]) -> None:
+        self._means.setup(buckets)
+
+    def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
+        self._means.mean_(bucket, comm, stream)
+
+    def rollback(self) -> None:
+        self._means.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._means.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._means.load_state_dict(state)

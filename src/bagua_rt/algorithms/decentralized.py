@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
-from bagua_rt.algorithms.operations import hierarchical_, hierarchical_sum_, require_hierarchy
+from bagua_rt.algorithms.operations import hierarchical_, hierarchical_sum_
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -48,8 +48,6 @@ class Decentralized(Algorithm):
             )
 
     def bind(self, context: Context) -> _State:
-        if self.hierarchical:
-            require_hierarchy(context)
         return _State(context, self)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context
-from bagua_rt.algorithms.operations import all_reduce_sum_, hierarchical_sum_, require_hierarchy
+from bagua_rt.algorithms.operations import all_reduce_sum_, hierarchical_sum_
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 
@@ -27,8 +27,6 @@ class GradientAllReduce(Algorithm):
     hierarchical: bool = False
 
     def bind(self, context: Context) -> _State:
-        if self.hierarchical:
-            require_hierarchy(context)
         return _State(context, self)
 
 

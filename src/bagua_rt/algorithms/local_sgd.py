@@ -20,7 +20,6 @@ from bagua_rt.algorithms.operations import (
     all_reduce_sum_,
     hierarchical_sum_,
     load_by_name,
-    require_hierarchy,
     save_by_name,
     views_in,
 )
@@ -70,8 +69,6 @@ class LocalSGD(Algorithm):
             raise UsageError("average_state is not usable", expected="a tuple of names", got=repr(names))
 
     def bind(self, context: Context) -> _State:
-        if self.hierarchical:
-            require_hierarchy(context)
         if not context.optimizers:
             raise UsageError(
                 "local_sgd averages weights after the step, and knows no optimizer",

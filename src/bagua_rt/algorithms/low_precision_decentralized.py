@@ -24,7 +24,6 @@ from bagua_rt.algorithms.operations import (
     all_reduce_sum_,
     hierarchical_,
     load_by_name,
-    require_hierarchy,
     save_by_name,
     views_in,
 )
@@ -56,8 +55,6 @@ class LowPrecisionDecentralized(Algorithm):
             )
 
     def bind(self, context: Context) -> _State:
-        if self.hierarchical:
-            require_hierarchy(context)
         if not context.optimizers:
             raise UsageError(
                 f"{self.name} sends weights after the step, and knows no optimizer",

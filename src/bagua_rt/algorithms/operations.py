@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from bagua_rt.algorithms.base import Context
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -22,21 +21,6 @@ def all_reduce_sum_(flat: torch.Tensor, comm: Communicator, stream: Stream) -> N
     **Shapes:** any; equal on all ranks. **Stream:** queued on `stream`.
     """
     comm.all_reduce_(flat, "sum", stream=stream)
-
-
-def require_hierarchy(context: Context) -> None:
-    """Refuse a hierarchical algorithm in an attachment that has no communicators for it.
-
-    Raises:
-        UsageError: it has none.
-    """
-    if context.communicators.intra_node is None:
-        raise UsageError(
-            "the attachment has no intra-node communicator",
-            expected="an attachment that was made with a hierarchical algorithm",
-            got="a switch from one that is not",
-            fix="attach the model again, or give a custom algorithm a field `hierarchical` that is true",
-        )
 
 
 def hierarchical_(

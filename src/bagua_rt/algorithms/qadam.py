@@ -14,7 +14,6 @@ from typing import ClassVar
 from bagua_rt.algorithms.base import Algorithm, Context
 from bagua_rt.algorithms.compression import CompressedMeans, MinMaxCodec
 from bagua_rt.algorithms.momentum import MomentumState
-from bagua_rt.algorithms.operations import require_hierarchy
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,6 @@ class QAdamAlgorithm(Algorithm):
     hierarchical: bool = False
 
     def bind(self, context: Context) -> MomentumState:
-        if self.hierarchical:
-            require_hierarchy(context)
         codec = MinMaxCodec(context.kernels, context.device)
         means = CompressedMeans(context, codec, hierarchical=self.hierarchical, feedback=self.error_feedback)
         return MomentumState(context, self.name, "QAdam", means, hierarchical=self.hierarchical)

@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 from bagua_rt.algorithms.base import Algorithm
 from bagua_rt.algorithms.bytegrad import ByteGrad
 from bagua_rt.algorithms.decentralized import Decentralized
+from bagua_rt.algorithms.fourbit import FourBit
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.algorithms.local_sgd import LocalSGD
 from bagua_rt.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from bagua_rt.algorithms.onebit_adam import OneBitAdamAlgorithm
+from bagua_rt.algorithms.powersgd import PowerSGD
 from bagua_rt.algorithms.qadam import QAdamAlgorithm
 from bagua_rt.errors import UsageError
 
@@ -24,6 +26,8 @@ _registered: dict[str, type[Algorithm]] = {
         LowPrecisionDecentralized,
         OneBitAdamAlgorithm,
         QAdamAlgorithm,
+        PowerSGD,
+        FourBit,
     )
 }
 
@@ -33,6 +37,8 @@ _Kind = TypeVar("_Kind", bound=type[Algorithm])
 def register(kind: _Kind) -> _Kind:
     """Let `create` know an algorithm by its class's ``name``; also a class decorator.
 
+    A class that is defined again (a notebook's cell) replaces what it was.
+
     Raises:
         UsageError: it is no Algorithm class with a name, or the name is taken by another class.
     """
@@ -41,10 +47,9 @@ def register(kind: _Kind) -> _Kind:
         raise UsageError(
             "register() got no algorithm", expected="a subclass of Algorithm with a name", got=repr(kind)
         )
-    if _registered.get(name, kind) is not kind:
-        raise UsageError(
-            f"the name {name!r} is taken", expected="a new name", got=f"{_registered[name].__qualname__}'s"
-        )
+    taken = _registered.get(name, kind)
+    if (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise UsageError(f"the name {name!r} is taken", expected="a new name", got=f"{taken.__qualname__}'s")
     _registered[name] = kind
     return kind
 

@@ -303,6 +303,7 @@ class Attached:
             "world_size": attachment.context.world_size,
             "generations": engine.generations,
             "order": [layout.names[i] for i in layout.plan.order] if layout.has_ready_order else None,
+            "ready_order": [layout.names[i] for i in engine.ready_order],
             "state": layout.state.state_dict(),
         }
 
@@ -323,6 +324,8 @@ class Attached:
         if state["order"] is not None:
             engine.layout.has_ready_order = True
             engine.layout.use_order(_indices(engine.layout, state["order"]))
+        index_of = {name: i for i, name in enumerate(engine.layout.names)}
+        engine.ready_order = [index_of[name] for name in state["ready_order"] if name in index_of]
         engine.generations = int(state["generations"])
         if state["world_size"] == self._attachment.context.world_size:
             engine.layout.load_algorithm_state(state["state"])

@@ -43,6 +43,7 @@ class Engine:
     Attributes:
         generations: How many generations there were.
         is_synchronised: False within no_sync().
+        ready_order: The parameters in the order of the last generation's gradients.
         join: The join() that is in force.
     """
 
@@ -55,7 +56,7 @@ class Engine:
         self._control = control
         self._options = options
         self._generation: Generation | None = None
-        self._ready_order: Sequence[int] = layout.plan.order
+        self.ready_order: Sequence[int] = layout.plan.order
         self._unsynchronised: set[int] = set()
         self._step_is_due = False
         self._round_after_step_is_due = False
@@ -131,7 +132,7 @@ class Engine:
         self.settle()
         self.layout.follow_the_model()
         if self.generations == 1 and not self.layout.has_ready_order and self.state.source == "gradient":
-            self.layout.adopt_ready_order(self._ready_order)
+            self.layout.adopt_ready_order(self.ready_order)
         self.layout.enter_stage()
         self._step_error = None
         self._step_is_due = False
@@ -171,7 +172,7 @@ class Engine:
         missing = self._missing(generation)
         result = self._complete(generation, missing)
         unseen = (i for i in self.layout.plan.order if not generation.seen[i])
-        self._ready_order = (*generation.order, *unseen)
+        self.ready_order = (*generation.order, *unseen)
         self._close_generation()
         try:
             self._judge(result, missing, generation)

@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
@@ -170,11 +169,8 @@ class CudaCommunicator(CheckedCommunicator):
         own = self._cuda.stream(lane)
         with self._cuda.issue_lock:  # [Note: who is inside NCCL]
             self._require_clear(own)
-            try:
+            with self._failing_together():
                 work.primitive(own, *work.args)
-            except LibraryError as error:
-                self.fail(error)  # the other ranks count on the operation
-                raise
             return self._record(own, work.args, work.operation, work.sequence)
 
     def _queue_group(self, lane: Stream, works: Sequence[LaunchedWork]) -> Event:
@@ -182,13 +178,24 @@ class CudaCommunicator(CheckedCommunicator):
         names = "+".join(work.operation for work in works[:4]) + ("…" if len(works) > 4 else "")
         with self._cuda.issue_lock:
             self._require_clear(own)
-            try:
+            with self._failing_together():
                 self._issue_group(own, works)
-            except LibraryError as error:
-                self.fail(error)
-                raise
             holds = [work.args for work in works]
             return self._record(own, holds, f"group({names})", works[0].sequence)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Give the communicator up if a library refuses the body: the other ranks count on the operation."""
+        try:
+            yield
+        except NcclStatusError as error:
+            failure = self._translated(error)
+            failure.__cause__ = error
+            self.fail(failure)
+            raise failure from error
+        except LibraryError as error:
+            self.fail(error)
+            raise
 
     def _issue_group(self, lane: CudaStream, works: Sequence[LaunchedWork]) -> None:
         if self._nccl is None:
@@ -219,8 +226,7 @@ class CudaCommunicator(CheckedCommunicator):
                 ) from event.failure
 
     def _record(self, lane: CudaStream, holds: object, operation: str, sequence: int) -> CudaEvent:
-        event = self._cuda.record_holding(lane, holds)
-        event.owner, event.operation = self, (operation, sequence)
+        event = self._cuda.record_holding(lane, holds, owner=self, operation=(operation, sequence))
         lane.passed(event)
         if self.refusal is not None:  # it failed between the launch and here: nobody has marked this one
             event.failure = self.refusal
@@ -234,8 +240,6 @@ class CudaCommunicator(CheckedCommunicator):
             self._nccl.wait_ready(self.timeout_s)
         except ClosedError:
             self.refuse()  # aborted meanwhile
-        except NcclStatusError as error:
-            raise self._translated(error) from error
 
     def poll(self) -> None:
         """Ask NCCL whether an operation has failed, and take note if so. Blocks for no peer."""

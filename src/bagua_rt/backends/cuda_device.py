@@ -221,6 +221,7 @@ class CudaDevice:
         self._events: dict[bool, list[Any]] = {False: [], True: []}
         self._compute: dict[int, CudaStream] = {}
         self._streams: set[CudaStream] = set()
+        self._entered = threading.local()
         self._refusal: ClosedError | None = None
         self._base: tuple[CudaEvent, float] | None = None
         _live_devices.add(self)
@@ -283,7 +284,15 @@ class CudaDevice:
         """An event that completes when all work queued on `stream` so far has."""
         return self.record_holding(self.stream(stream), None, timed=timed)
 
-    def record_holding(self, stream: CudaStream, holds: object, *, timed: bool = False) -> CudaEvent:
+    def record_holding(
+        self,
+        stream: CudaStream,
+        holds: object,
+        *,
+        timed: bool = False,
+        owner: Owner | None = None,
+        operation: tuple[str, int] = ("", 0),
+    ) -> CudaEvent:
         """Record an event that keeps `holds` alive until it completes ([Note: alive until its event])."""
         self.require_open(stream)
         pool = self._events[timed]
@@ -296,6 +305,7 @@ class CudaDevice:
         except Exception as error:
             raise cuda_error("cuEventRecord", error) from error
         event = CudaEvent(raw, pool, stream, stream.before())
+        event.owner, event.operation = owner, operation
         if holds is not None:
             event.holds = holds
             stream.keep(event)
@@ -412,7 +422,7 @@ class CudaDevice:
             raise cuda_error("cuCtxSetCurrent", error) from error
 
     def require_open(self, stream: CudaStream | None = None) -> None:
-        """Refuse in the child of a fork, and on a stream that was closed.
+        """Refuse in the child of a fork, and on a stream that was closed; let a new thread enter.
 
         Raises:
             ClosedError: it is so.
@@ -421,6 +431,9 @@ class CudaDevice:
             raise fresh(self._refusal) from self._refusal
         if stream is not None and stream.is_closed:
             raise ClosedError(f"the stream {stream.name!r} was closed")
+        if not hasattr(self._entered, "once"):  # a thread begins without a context
+            self.enter()
+            self._entered.once = True
 
     def disown(self) -> None:
         """Refuse everything: this is the child of a fork, where CUDA does not work."""

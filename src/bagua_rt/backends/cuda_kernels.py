@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from bagua_rt.backend import Stream
+from bagua_rt.backends import _codec_cpu
 from bagua_rt.backends._nvrtc import ELEMENTS, KernelCache, Variant
 from bagua_rt.backends._nvrtc import _cuda as import_cuda
 from bagua_rt.backends.cuda_device import CudaDevice, CudaEvent, CudaStream, cuda_error
@@ -104,6 +105,37 @@ class CudaKernels:
         own, rows, columns = self._device.stream(stream), wire.shape[0], out.numel()
         blocks = self._blocks(-(-columns // _SIGN_COLUMNS))
         variant = self._variant("sign_decode_mean", out.dtype)
+        self._launch(own, variant, blocks, (wire.data_ptr(), out.data_ptr(), rows, columns))
+        self._device.record_holding(own, (wire, out))
+
+    def minmax_row_bytes(self, columns: int, dtype: torch.dtype) -> int:
+        """How many bytes a row of `columns` elements has in the codec MinMaxUInt8."""
+        return _codec_cpu.minmax_row_bytes(columns, dtype)
+
+    def minmax_encode(
+        self, values: torch.Tensor, numel: int, first: int, wire: torch.Tensor, stream: Stream
+    ) -> None:
+        """Compress each row of `values` to one byte an element, with a range for every 2,048 elements."""
+        own, (rows, columns) = self._device.stream(stream), values.shape
+        blocks = self._blocks(rows * max(1, -(-columns // _codec_cpu.CHUNK)))
+        variant = self._variant("minmax_encode", values.dtype)
+        pointers = values.data_ptr(), wire.data_ptr()
+        self._launch(own, variant, blocks, (*pointers, rows, columns, numel, first))
+        self._device.record_holding(own, (values, wire))
+
+    def minmax_decode(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """The values of rows that `minmax_encode` made; padding becomes 0."""
+        own, (rows, columns) = self._device.stream(stream), out.shape
+        blocks = self._blocks(rows * -(-columns // _codec_cpu.CHUNK))
+        variant = self._variant("minmax_decode", out.dtype)
+        self._launch(own, variant, blocks, (wire.data_ptr(), out.data_ptr(), rows, columns))
+        self._device.record_holding(own, (wire, out))
+
+    def minmax_decode_mean(self, wire: torch.Tensor, out: torch.Tensor, stream: Stream) -> None:
+        """``out = mean over k of row k``, in row order."""
+        own, rows, columns = self._device.stream(stream), wire.shape[0], out.numel()
+        blocks = self._blocks(-(-columns // _codec_cpu.CHUNK))
+        variant = self._variant("minmax_decode_mean", out.dtype)
         self._launch(own, variant, blocks, (wire.data_ptr(), out.data_ptr(), rows, columns))
         self._device.record_holding(own, (wire, out))
 
