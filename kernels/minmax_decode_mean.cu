@@ -41,9 +41,7 @@ DEVICE void accumulate(const Source& from, i64 size, Wide weight, Wide* sum) {
 }
 
 template <int N>
-DEVICE void mean_chunk(const u8* wire, Raw* out, i64 rows, i64 columns, i64 chunk) {
-  __shared__ u64 memory[BATCH * sizeof(Source) / 8];
-  Source* sources = reinterpret_cast<Source*>(memory);
+DEVICE void mean_chunk(const u8* wire, Raw* out, i64 rows, i64 columns, i64 chunk, Source* sources) {
   const i64 size = smaller(CHUNK, columns - chunk * CHUNK);
   const Wide weight = div_rn((Wide)1, (Wide)rows);
   Wide sum[PER_THREAD] = {};
@@ -69,11 +67,13 @@ DEVICE void mean_chunk(const u8* wire, Raw* out, i64 rows, i64 columns, i64 chun
 extern "C" __global__ void __launch_bounds__(256)
 NAMED(minmax_decode_mean, DTYPE)
 (const u8* wire, Raw* out, i64 rows, i64 columns) {
+  __shared__ u64 memory[BATCH * sizeof(Source) / 8];
+  Source* sources = reinterpret_cast<Source*>(memory);
   const int N = Pack<Raw>::value;
   // A row's bytes are a multiple of 16: what holds for the first row's address holds for all.
   const bool packed = residue<N>(out) == 0 && (u64)wire % N == 0;
   for (i64 chunk = blockIdx.x; chunk < minmax_chunks(columns); chunk += gridDim.x) {
-    if (packed) mean_chunk<N>(wire, out, rows, columns, chunk);
-    else mean_chunk<1>(wire, out, rows, columns, chunk);
+    if (packed) mean_chunk<N>(wire, out, rows, columns, chunk, sources);
+    else mean_chunk<1>(wire, out, rows, columns, chunk, sources);
   }
 }

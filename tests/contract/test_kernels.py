@@ -123,7 +123,7 @@ MINMAX_SHAPES = (*SHAPES, (2, 4112, 8200, 0), (1, 2048, 9000, 4096))
 
 
 def minmax(ctx: RankContext, backend: str) -> None:
-    """The bytes, the values and the mean are the oracle's, bit for bit, on every backend."""
+    """The bytes, the values and the mean are the oracle's, on every backend."""
     with world(ctx, backend) as w:
         kernels, dev = w.backend.kernels, w.device.torch_device
         for stream in (w.device.compute_stream(), w.lanes[0]):
@@ -143,8 +143,9 @@ def minmax(ctx: RankContext, backend: str) -> None:
                     expected = oracles.minmax_encode(valid, numel, first)
                     np.testing.assert_array_equal(wire.cpu().numpy(), expected)
                     decoded = oracles.minmax_decode(expected, columns, oracles.wide_type(dtype))
-                    assert same_bits(out.cpu(), oracles.narrow(decoded, dtype))
-                    assert same_bits(mean.cpu(), oracles.narrow(oracles.mean_rows(decoded), dtype))
+                    for ours, right in ((out, decoded), (mean, oracles.mean_rows(decoded))):
+                        wanted = oracles.narrow(right, dtype)
+                        torch.testing.assert_close(ours.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("fn", [copies, signs, minmax])

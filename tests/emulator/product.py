@@ -7,7 +7,10 @@ from typing import Any
 
 from . import build, emulator
 
-OPERATIONS = ("copy_in", "copy_out", "sign_encode", "sign_decode", "sign_decode_mean")
+OPERATIONS = (
+    *("copy_in", "copy_out", "sign_encode", "sign_decode", "sign_decode_mean"),
+    *("minmax_encode", "minmax_decode", "minmax_decode_mean"),
+)
 
 
 def kernels() -> Path:

@@ -1,8 +1,8 @@
 """torch, as the CUDA backend meets it in an emulated run: CPU tensors and an emulated compute stream.
 
 A torch operation is run by the stream's thread, in its place in the stream, and what it reads and writes is
-declared to the race check. An operation in place is queued. For any other, the thread that calls it waits until
-it has run (the host learns the result's shape), which the race check does not take for a synchronisation.
+declared to the race check. An operation in place is queued. For any other, the thread that calls it waits
+until it has run (the host learns the shape), which the race check does not take for a synchronisation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from . import emulator
 
 Range = tuple[int, int]
 STUCK_S = 60.0
-HOSTS_FILES = ("/bagua_rt/process_group.py", "/bagua_rt/rendezvous/meeting.py", "/bagua_rt/replicate/structure.py")
+HOSTS_FILES = (
+    "/bagua_rt/process_group.py",
+    "/bagua_rt/rendezvous/meeting.py",
+    "/bagua_rt/replicate/structure.py",
+)
 
 
 class StreamOperations(TorchDispatchMode):
@@ -33,14 +37,20 @@ class StreamOperations(TorchDispatchMode):
     """
 
     def __init__(self, handle: int, label: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.handle, self.label = handle, label
         self.count = 0
+        self._thread = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.name()
-        if func.is_view or "empty" in name or name in _METADATA or name.startswith("profiler::") or _is_hosts():
+        if self._thread != threading.get_ident():  # gloo's threads take the mode over from who calls gloo
+            return func(*args, **kwargs)
+        touches_nothing = (
+            func.is_view or "empty" in name or name in _METADATA or name.startswith("profiler::")
+        )
+        if touches_nothing or _is_hosts():
             return func(*args, **kwargs)
         reads, writes = _accesses(func, args, kwargs)
         self.count += 1

@@ -256,11 +256,11 @@ class Engine:
     def _look_into(self, ledger: PendingMax) -> None:
         """While data is waited for: ranks that differ launch different things, so say so at once."""
         if ledger.is_done():
-            verdict.raise_if_out_of_step(unpack(ledger.wait()), self._control, self._place())
+            verdict.raise_if_out_of_step(unpack(ledger.wait()), self._control, self._place)
 
     def _read(self, ledger: PendingMax) -> LedgerResult:
         result = unpack(ledger.wait())
-        verdict.raise_if_out_of_step(result, self._control, self._place())
+        verdict.raise_if_out_of_step(result, self._control, self._place)
         return result
 
     def _place(self) -> list[tuple[str, str]]:

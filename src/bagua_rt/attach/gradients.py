@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import NoReturn
 
 import torch
 
-from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
+from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn, gradient
 from bagua_rt.attach.generation import Options
 from bagua_rt.attach.plan import Plan
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
+
+_DENSE = torch.strided
 
 
 class Gradients:
@@ -34,7 +37,7 @@ class Gradients:
         self._context = context
         self._as_view = options.gradient_as_bucket_view
         self._check = options.check
-        self._kept: dict[int, torch.Tensor | None] = {}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
 
     def stage(self, state: AlgorithmState, index: int, seen: Sequence[bool] | None) -> list[int]:
         """Let `state` put the contents of bucket `index` in place.
@@ -51,13 +54,16 @@ class Gradients:
         if state.source == "weight":
             state.stage(bucket, range(len(members)))
             return []
-        present = [i for i, param in enumerate(bucket.params) if param.grad is not None]
+        grads = [param.grad for param in bucket.params]
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        for i, grad in enumerate(grads):
+            if grad is not None and (grad.layout is not _DENSE or grad.requires_grad):
+                _refuse(grad, bucket.plan.names[i])
         if seen is not None:
-            self._keep_unseen(bucket, members, seen)
-        for i in present:
-            _refuse_odd_gradient(bucket.params[i].grad, bucket.plan.slots[i].spec.name)
+            for i in [i for i, member in enumerate(members) if not seen[member]]:
+                self._keep(bucket, members[i], i, grads[i])
         if len(present) < len(members):
-            state.missing(bucket, [i for i, param in enumerate(bucket.params) if param.grad is None])
+            state.missing(bucket, [i for i, grad in enumerate(grads) if grad is None])
         state.stage(bucket, present)
         if self._as_view and state.launch_on is LaunchOn.GRADIENT_READY:
             for i in present:
@@ -68,26 +74,25 @@ class Gradients:
 
     def expose(self, unused: Collection[int], correction: float) -> None:
         """Let ``.grad`` be the communicated gradient, times `correction`; for `unused`, what it was."""
-        compute = self._context.device.compute_stream()
         if correction != 1.0:
             for bucket in self._buckets:
                 bucket.flat.mul_(correction)
-        for bucket, members in zip(self._buckets, self._members, strict=True):
-            grads: list[torch.Tensor] = []
-            views: list[torch.Tensor] = []
-            for i, (param, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
-                if members[i] in unused:
-                    param.grad = self._kept.get(members[i])
-                elif self._as_view:
-                    param.grad = view
-                else:
-                    if param.grad is None:
-                        param.grad = torch.empty_like(view)
-                    grads.append(param.grad)
-                    views.append(view)
-            if grads:
-                self._context.kernels.copy_out(views, grads, compute)
+        if not self._as_view:
+            for bucket in self._buckets:
+                self._copy_out(bucket)
+        for index, (param, view, before) in self._kept.items():
+            if index in unused:
+                param.grad = before
+            elif self._as_view:
+                param.grad = view
         self._kept.clear()
+
+    def _copy_out(self, bucket: Bucket) -> None:
+        for param, view in zip(bucket.params, bucket.views, strict=True):
+            if param.grad is None:
+                param.grad = torch.empty_like(view)
+        grads = [gradient(param) for param in bucket.params]
+        self._context.kernels.copy_out(bucket.views, grads, self._context.device.compute_stream())
 
     def are_finite(self) -> bool:
         """Are all elements of all gradients on this rank finite? Waits for the compute stream."""
@@ -103,28 +108,23 @@ class Gradients:
                 if param.grad is not None:
                     param.grad.fill_(math.nan)
 
-    def _keep_unseen(self, bucket: Bucket, members: Sequence[int], seen: Sequence[bool]) -> None:
+    def _keep(self, bucket: Bucket, index: int, i: int, grad: torch.Tensor | None) -> None:
         """A gradient that no rank adds to in this generation is handed back untouched by `expose`."""
-        for i, param in enumerate(bucket.params):
-            if not seen[members[i]]:
-                grad = param.grad
-                in_bucket = grad is not None and bucket.holds(grad)
-                self._kept[members[i]] = grad.clone() if grad is not None and in_bucket else grad
+        overwritten = grad is not None and (bucket.holds(grad) or not self._as_view)
+        before = grad.clone() if grad is not None and overwritten else grad
+        self._kept[index] = (bucket.params[i], bucket.views[i], before)
 
 
-def _refuse_odd_gradient(grad: torch.Tensor | None, name: str) -> None:
-    if grad is None:
-        return
-    if grad.layout is not torch.strided:
+def _refuse(grad: torch.Tensor, name: str) -> NoReturn:
+    if grad.layout is not _DENSE:
         raise UsageError(
             f"the gradient of {name!r} is sparse",
             expected="a dense gradient",
             got=str(grad.layout),
             fix="build the embedding with sparse=False, or name the parameter in ignore",
         )
-    if grad.requires_grad:
-        raise UsageError(
-            f"the gradient of {name!r} has a graph of its own (create_graph=True)",
-            expected="a backward without create_graph",
-            fix="take higher-order terms with torch.autograd.grad() and call backward() on the loss only",
-        )
+    raise UsageError(
+        f"the gradient of {name!r} has a graph of its own (create_graph=True)",
+        expected="a backward without create_graph",
+        fix="take higher-order terms with torch.autograd.grad() and call backward() on the loss only",
+    )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._dynamo.decorators import skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -16,5 +17,8 @@ def untraced(function: _Function) -> _Function:
 
 
 def untraced_frame(function: _Function) -> _Function:
-    """Run `function` itself as it is; costs nothing per call, but leaves alone what it calls."""
-    return cast("_Function", torch.compiler.disable(function, recursive=False))
+    """Run `function` itself as it is; costs nothing per call, but leaves alone what it calls.
+
+    `torch.compiler.disable(recursive=False)` would wrap it, at half the cost of the hook it is used for.
+    """
+    return cast("_Function", skip(function))

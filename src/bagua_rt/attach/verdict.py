@@ -7,7 +7,7 @@ control lane what it knows, so that the text can name ranks and parameters.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bagua_rt.attach.agreement import agree_on
 from bagua_rt.control import Control, LedgerResult
@@ -16,13 +16,15 @@ from bagua_rt.errors import LayoutMismatchError, PeerError, UnusedParameterError
 _SHOWN = 5
 
 
-def raise_if_out_of_step(result: LedgerResult, control: Control, mine: Sequence[tuple[str, str]]) -> None:
+def raise_if_out_of_step(
+    result: LedgerResult, control: Control, place: Callable[[], Sequence[tuple[str, str]]]
+) -> None:
     """Raise if the ranks are not in one generation, with one plan, in one stage.
 
     Args:
         result: The reduced ledger.
         control: The control lane.
-        mine: Where this rank is: the first difference is named.
+        place: Says where this rank is: the first difference is named.
 
     Raises:
         LayoutMismatchError: they are not.
@@ -33,7 +35,7 @@ def raise_if_out_of_step(result: LedgerResult, control: Control, mine: Sequence[
         "bucket plan": result.plan_differs,
     }
     if differing := [what for what, differs in parts.items() if differs]:
-        agree_on(mine, control)
+        agree_on(place(), control)
         raise LayoutMismatchError(
             f"the ranks are out of step: they differ in {' and '.join(differing)}",
             expected="every rank to run the same synchronised backwards and the same switches",

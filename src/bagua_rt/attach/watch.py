@@ -6,6 +6,8 @@ replaced, cast or moved, and one that was added, would train unsynchronised; tha
 
 from __future__ import annotations
 
+from operator import is_
+
 import torch
 from torch import nn
 
@@ -30,6 +32,8 @@ class ParameterWatch:
         self._name_of = {id(param): name for name, param in params.items()}
         self._params = list(params.values())
         self._kinds = [(param.dtype, param.device) for param in self._params]
+        self._dtypes = [dtype for dtype, _ in self._kinds]
+        self._ends = sorted({0, len(self._params) - 1}) if self._params else []
         self._ignored = frozenset(ignored)
         self.sparse = sparse_parameters(model)
         self._remember()
@@ -42,15 +46,17 @@ class ParameterWatch:
         ]
 
     def has_changed(self) -> bool:
-        """Is anything different from when this was last asked?"""
+        """Is anything different from when `trainable` was last asked?"""
         for table, values, modules, module_count in self._tables:
-            if len(table) != len(values) or len(modules) != module_count:
+            if len(modules) != module_count or len(table) != len(values):
                 return True
-            if any(now is not before for now, before in zip(table.values(), values, strict=True)):
+            if not all(map(is_, table.values(), values)):
                 return True
-        return any(
-            param.requires_grad is not flag or param.dtype is not dtype or param.device != device
-            for param, flag, (dtype, device) in zip(self._params, self._flags, self._kinds, strict=True)
+        params = self._params
+        return (
+            [param.requires_grad for param in params] != self._flags
+            or [param.dtype for param in params] != self._dtypes
+            or any(params[i].device != self._kinds[i][1] for i in self._ends)  # a model moves as a whole
         )
 
     def trainable(self) -> list[int]:

@@ -212,7 +212,7 @@ class CudaCommunicator(CheckedCommunicator):
         self._launched(calls())
 
     def _require_clear(self, lane: CudaStream) -> None:
-        """Refuse a launch behind another communicator's failure: it would be stuck, and the ranks out of step."""
+        """Refuse a launch behind another communicator's failure: it would be stuck, the ranks out of step."""
         if self.refusal is not None:  # it came while this thread waited for its turn
             self.refuse()
         self._cuda.require_open(lane)
@@ -325,9 +325,7 @@ class CudaCommunicator(CheckedCommunicator):
         if self._nccl is None or not inp.numel():
             self._copy(via, out, inp)
             return
-        self._launched(
-            self._nccl.all_gather(inp.data_ptr(), out.data_ptr(), inp.nbytes, _BYTES, via.handle)
-        )
+        self._launched(self._nccl.all_gather(inp.data_ptr(), out.data_ptr(), inp.nbytes, _BYTES, via.handle))
 
     def _reduce_scatter(self, via: CudaStream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
         if self._nccl is None or not out.numel():
@@ -345,9 +343,7 @@ class CudaCommunicator(CheckedCommunicator):
             self._copy(via, out, inp)
             return
         part_bytes = inp.nbytes // self.world_size
-        self._launched(
-            self._nccl.all_to_all(inp.data_ptr(), out.data_ptr(), part_bytes, _BYTES, via.handle)
-        )
+        self._launched(self._nccl.all_to_all(inp.data_ptr(), out.data_ptr(), part_bytes, _BYTES, via.handle))
 
     def _exchange(self, via: CudaStream, sends: Pairs, receives: Pairs, copies: Copies) -> None:
         for destination, source in copies:
@@ -451,7 +447,7 @@ def _meet(
         if time.monotonic() >= deadline:
             missing = [other for other in range(world_size) if not store.check([keys[other]])]
             raise CollectiveTimeoutError(
-                f"communicator {name!r}: rank {rank} met not all of {world_size} ranks within {timeout_s:g} s",
+                f"communicator {name!r}: rank {rank} met not all {world_size} ranks within {timeout_s:g} s",
                 expected="each of them to connect under this name",
                 got=f"nothing from rank {', '.join(map(str, missing))}",
                 fix="look for a rank that did not start or died, or raise timeout_s",
@@ -472,7 +468,7 @@ def _end(nccl: NcclComm, name: str) -> None:
 
 
 def _finalize(nccl: NcclComm, name: str) -> None:
-    """Close a communicator whose operations are complete, and abort it if the other ranks don't close theirs."""
+    """Close an idle communicator, and abort it if the other ranks don't close theirs."""
     try:
         nccl.close(_CLOSE_S)
     except BaguaError as error:

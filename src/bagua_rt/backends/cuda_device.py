@@ -375,7 +375,7 @@ class CudaDevice:
     # ---- torch, time, end
 
     def run(self, stream: backend.Stream, fn: Callable[[], object]) -> None:
-        """Call `fn` now, its torch operations queued on `stream`; what it closes over lives until they ran."""
+        """Call `fn` now, its torch operations queued on `stream`, and keep it alive until they have run."""
         own = self.stream(stream)
         self.require_open(own)
         if any(event.failure is not None for event in own.before()):

@@ -45,7 +45,8 @@ class CudaKernels:
         core = import_cuda("core")
         self._device, self._cache = device, cache
         self._launch_raw, self._config = core.launch, core.LaunchConfig
-        self._blocks_at_most = _BLOCKS_PER_MULTIPROCESSOR * device.raw.properties.multiprocessor_count
+        multiprocessors: int = device.raw.properties.multiprocessor_count
+        self._blocks_at_most = _BLOCKS_PER_MULTIPROCESSOR * multiprocessors
         self._tables = _Tables(device)
         self._variants: dict[tuple[str, ...], Variant] = {}
 
@@ -249,6 +250,7 @@ class _Table:
         self.used_until: CudaEvent | None = None
 
     def is_free(self) -> bool:
+        """Has the device read it for the last time?"""
         return self.used_until is not None and self.used_until.has_landed()
 
 
