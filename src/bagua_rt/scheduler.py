@@ -305,6 +305,14 @@ class Pipeline:
             self.fail(error)
             raise
 
+    def synchronize(self) -> None:
+        """Block the host until the compute stream is through: a slower rank may still need what it waits for.
+
+        Raises:
+            CollectiveTimeoutError: the deadline passed.
+        """
+        self._device.synchronize(self._device.record(self._device.compute_stream()))
+
     def fail(self, error: BaguaError) -> None:
         """Give the attachment up: tell the other ranks, abort, and quarantine the buckets. Idempotent."""
         if self.failure is not None:

@@ -459,6 +459,7 @@ class Engine:
             if orderly and self.pipeline.failure is None:
                 self.give_up_lost_backward()
                 self.settle()
+                self.pipeline.synchronize()
         finally:
             self.layout.plan.release_gradients()
             self.state.close()
