@@ -25,9 +25,10 @@ def environment() -> Mapping[str, str]:
 
 
 def optimizer_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
-    kinds = {"qadam": bagua.optim.QAdam, "onebit_adam": bagua.optim.OneBitAdam}
-    if name in kinds:
-        return kinds[name](model.parameters(), lr=0.01, eps=1e-2, warmup_steps=2)
+    if name == "qadam":
+        return bagua.optim.QAdam(model.parameters(), lr=0.01, eps=1e-2, warmup_steps=2)
+    if name == "onebit_adam":
+        return bagua.optim.OneBitAdam(model.parameters(), lr=0.01, eps=1e-2, warmup_steps=2)
     return torch.optim.SGD(model.parameters(), LR, momentum=0.5)
 
 
@@ -61,10 +62,15 @@ def train(ctx: RankContext, backend: str, name: str, settings: dict[str, Any], s
             optimizer.zero_grad()
             model(ctx.rank, t, seed).backward()
             optimizer.step()
+        run.state_dict()  # completes the round that follows the last step
+        device = group._job.backend.device
+        device.synchronize(device.record(device.compute_stream()))  # a slow rank may be rounds behind
         run.close()
         weights = {key: model.get_parameter(key).detach().numpy().copy() for key in SHAPES}
     found: list[str] = []
     if backend != "gloo":
+        from tests.emulator import emulator
+
         emulator.drain()
         found = emulator.reports()
         emulator.reset()
@@ -74,7 +80,6 @@ def train(ctx: RankContext, backend: str, name: str, settings: dict[str, Any], s
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bytegrad", {}),
     ("bytegrad", {"hierarchical": True}),
-    ("decentralized", {"peers": "shift_one", "hierarchical": True}),
     ("fourbit", {}),
     ("local_sgd", {"interval": 2, "outer_step": True, "average_state": ("momentum_buffer",)}),
     ("low_precision_decentralized", {}),

@@ -32,7 +32,7 @@ from bagua_rt.backends._cuda_torch import CudaTorch, TorchSide
 from bagua_rt.backends._nccl import Nccl, NcclStatusError
 from bagua_rt.backends._nccl_comm import NcclComm
 from bagua_rt.backends._nvrtc import KernelCache, target_for
-from bagua_rt.backends._work import LaunchedWork
+from bagua_rt.backends._work import LaunchedWork, fresh
 from bagua_rt.backends.cuda_device import CudaDevice, CudaEvent, CudaStream, cuda_event
 from bagua_rt.backends.cuda_kernels import CudaKernels
 from bagua_rt.config import RuntimeConfig
@@ -48,7 +48,11 @@ from bagua_rt.errors import (
 
 _log = logging.getLogger(__name__)
 _BYTES = c.DATATYPES["uint8"]
-_NUMBERS = {torch.complex64: (c.DATATYPES["float32"], 2), torch.complex128: (c.DATATYPES["float64"], 2)}
+# The ncclDataType_t as which NCCL reduces a dtype, and how many of them an element is.
+_NUMBERS = {dtype: (c.datatype(str(dtype)), 1) for dtype in arguments.REDUCIBLE["max"]} | {
+    torch.complex64: (c.DATATYPES["float32"], 2),
+    torch.complex128: (c.DATATYPES["float64"], 2),
+}
 _CLOSE_S = 10.0
 _ABORT_S = 5.0
 # Communicators that could not be aborted: a thread is inside a call on them for good.
@@ -169,8 +173,10 @@ class CudaCommunicator(CheckedCommunicator):
         own = self._cuda.stream(lane)
         with self._cuda.issue_lock:  # [Note: who is inside NCCL]
             self._require_clear(own)
-            with self._failing_together():
+            try:
                 work.primitive(own, *work.args)
+            except LibraryError as error:
+                raise self._given_up(error) from error
             return self._record(own, work.args, work.operation, work.sequence)
 
     def _queue_group(self, lane: Stream, works: Sequence[LaunchedWork]) -> Event:
@@ -178,24 +184,21 @@ class CudaCommunicator(CheckedCommunicator):
         names = "+".join(work.operation for work in works[:4]) + ("…" if len(works) > 4 else "")
         with self._cuda.issue_lock:
             self._require_clear(own)
-            with self._failing_together():
+            try:
                 self._issue_group(own, works)
+            except LibraryError as error:
+                raise self._given_up(error) from error
             holds = [work.args for work in works]
             return self._record(own, holds, f"group({names})", works[0].sequence)
 
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Give the communicator up if a library refuses the body: the other ranks count on the operation."""
-        try:
-            yield
-        except NcclStatusError as error:
-            failure = self._translated(error)
-            failure.__cause__ = error
-            self.fail(failure)
-            raise failure from error
-        except LibraryError as error:
-            self.fail(error)
-            raise
+    def _given_up(self, error: LibraryError) -> BaguaError:
+        """Give the communicator up, for the other ranks count on the operation that a library refused."""
+        failure = self._translated(error) if isinstance(error, NcclStatusError) else fresh(error)
+        if not isinstance(failure, BaguaError):
+            raise InternalError("a library's error has lost its type") from error
+        failure.__cause__ = error
+        self.fail(failure)
+        return failure
 
     def _issue_group(self, lane: CudaStream, works: Sequence[LaunchedWork]) -> None:
         if self._nccl is None:
@@ -425,7 +428,7 @@ class CudaCommunicator(CheckedCommunicator):
 
 def _numbers(t: torch.Tensor) -> tuple[int, int]:
     """The ncclDataType_t and the count as which NCCL reduces `t`; a complex number is two numbers."""
-    datatype, each = _NUMBERS.get(t.dtype) or (c.datatype(str(t.dtype)), 1)
+    datatype, each = _NUMBERS[t.dtype]
     return datatype, t.numel() * each
 
 

@@ -27,6 +27,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
+import torch
+
 from bagua_rt import backend
 from bagua_rt.backends._cuda_torch import TorchSide
 from bagua_rt.backends._nvrtc import _cuda as import_cuda
@@ -149,6 +151,7 @@ class CudaStream:
         raw: cuda.core's stream.
         handle: The driver's handle.
         busy_us: 0; the device is not asked.
+        scratch: Memory that kernels on this stream share, one after the other.
     """
 
     busy_us = 0.0
@@ -157,6 +160,7 @@ class CudaStream:
         self.name, self.raw, self.is_ours = name, raw, is_ours
         self.handle = int(raw.handle)
         self.is_closed = False
+        self.scratch: torch.Tensor | None = None
         self._before: tuple[CudaEvent, ...] = ()
         self._kept: deque[CudaEvent] = deque()
         self._one_prunes = threading.Lock()

@@ -85,7 +85,7 @@ class CudaKernels:
         own, (rows, columns) = self._device.stream(stream), values.shape
         variant = self._variant("sign_encode", values.dtype)
         tiles = min(_SIGN_TILES_AT_MOST, max(1, -(-columns // _SIGN_TILE)))
-        partial = self._device.torch_side.empty_on(own.handle, rows * tiles * 8)
+        partial = self._scratch(own, rows * tiles * 8)
         pointers = values.data_ptr(), error.data_ptr()
         shape = columns, numel, first, tiles
         blocks = rows * tiles  # exactly: the order of the sum depends on it
@@ -139,6 +139,15 @@ class CudaKernels:
         variant = self._variant("minmax_decode_mean", out.dtype)
         self._launch(own, variant, blocks, (wire.data_ptr(), out.data_ptr(), rows, columns))
         self._device.record_holding(own, (wire, out))
+
+    def _scratch(self, stream: CudaStream, size_bytes: int) -> torch.Tensor:
+        """Memory that belongs to `stream`, the same each time: its kernels run one after the other.
+
+        When more is needed, the old memory lives on in the events of the kernels that use it.
+        """
+        if stream.scratch is None or stream.scratch.numel() < size_bytes:
+            stream.scratch = self._device.torch_side.empty_on(stream.handle, size_bytes)
+        return stream.scratch
 
     # ---- copies
 
