@@ -143,6 +143,7 @@ class Pipeline:
         self._buckets: tuple[Bucket, ...] = ()
         self._order = LaunchOrder(())
         self._round: Round | None = None
+        self._unconfirmed: tuple[Round, float, float] | None = None
         self._next_number = 0
         self.failure: BaguaError | None = None
         self.exposed_us = 0.0
@@ -165,7 +166,7 @@ class Pipeline:
 
     def begin(self) -> None:
         """Open a round."""
-        self.raise_failure()
+        self.confirm()
         self._round = Round(self._next_number, len(self._buckets))
         self._next_number += 1
         self._order.begin()
@@ -203,8 +204,8 @@ class Pipeline:
     def wait(self, while_waiting: Callable[[], None] | None = None) -> None:
         """Block until the open round is complete, and close it.
 
-        On a device whose compute stream is not the host, the compute stream waits for the communication
-        and the host only for the launches.
+        On a device whose compute stream is not the host, the compute stream waits for the communication,
+        and the host only for the launches; `confirm` is for the host.
 
         Args:
             while_waiting: Called now and then; what it raises ends the wait, and fails the pipeline.
@@ -224,19 +225,34 @@ class Pipeline:
             self._round = None
         ended = time.perf_counter_ns() / 1000
         self.exposed_us += ended - began
+        self._unconfirmed = (round_, began, ended)
+        if self._device.host_is_compute:
+            self.confirm()
+
+    def confirm(self) -> None:
+        """The host's part of the commit gate: block until the last round is complete on the device too.
+
+        Raises:
+            CollectiveTimeoutError: the deadline passed; the text names buckets and parameters.
+            PeerError: another rank died or failed.
+        """
+        self.raise_failure()
+        if self._unconfirmed is None:
+            return
+        (round_, began, ended), self._unconfirmed = self._unconfirmed, None
+        patience = self._control.patience(lambda: self._where(round_))
+        try:
+            for done in filter(None, round_.done):
+                self._until(partial(self._is_complete, round_, done, patience), patience)
+        except BaguaError as error:
+            self.fail(error)
+            raise
         if self.on_round_complete is not None:
             self.on_round_complete(round_, began, ended)
 
     def _wait_for(self, round_: Round, while_waiting: Callable[[], None] | None) -> None:
         patience = self._control.patience(lambda: self._where(round_))
-
-        def sliced(wait: Callable[[float], bool]) -> None:
-            while not wait(min(_POLL_S, patience.left_s)):
-                patience.look()
-                if while_waiting is not None:
-                    while_waiting()
-
-        sliced(round_.launched.wait)
+        self._until(round_.launched.wait, patience, while_waiting)
         if round_.error is not None:
             raise self._described(round_, round_.error, patience) from round_.error
         compute = self._device.compute_stream()
@@ -244,8 +260,21 @@ class Pipeline:
             if done is None:
                 raise InternalError("a bucket was not launched though its round was complete")
             if self._device.host_is_compute:
-                sliced(partial(self._is_complete, round_, done, patience))
+                is_complete = partial(self._is_complete, round_, done, patience)
+                self._until(is_complete, patience, while_waiting)
             self._device.wait(compute, done)
+
+    def _until(
+        self,
+        wait: Callable[[float], bool],
+        patience: Patience,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> None:
+        """Call `wait` with a slice of time until it says that it is over; look around in between."""
+        while not wait(min(_POLL_S, patience.left_s)):
+            patience.look()
+            if while_waiting is not None:
+                while_waiting()
 
     def _is_complete(self, round_: Round, event: Event, patience: Patience, slice_s: float) -> bool:
         try:

@@ -401,6 +401,7 @@ class Engine:
         if self._step_is_due:
             self._launch_round()
         self._finish_round()
+        self.pipeline.confirm()
         self.state.before_step(optimizer)
 
     @untraced
