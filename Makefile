@@ -1,4 +1,4 @@
-# make train · make test · make check · make fix · make kernels        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
+# make train · make test · make coverage · make check · make fix · make kernels        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
 EXTRA  ?=
@@ -8,13 +8,16 @@ BIN    := .venv/bin
 PIP    := $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 ,      := ,
 
-.PHONY: train test check fix kernels clean FORCE
+.PHONY: train test coverage check fix kernels clean FORCE
 .DEFAULT_GOAL := check
 
 train: .venv/installed  ## two ranks train a byte-level GPT; ARGS="--algorithm onebit_adam --ranks 3", ARGS=--help
 	@$(BIN)/python examples/train_gpt.py --ranks $(RANKS) $(ARGS)
 
 test: .venv/dev  ## the whole suite; ARGS="-k bucket" for a part
+	$(BIN)/pytest $(ARGS)
+
+coverage: .venv/dev  ## the same, with branch coverage of the ranks too (half as fast)
 	$(BIN)/pytest --cov $(ARGS)
 
 check: .venv/dev  ## what needs no run: lint, format, types, layers, CHANGELOG against the version

@@ -41,7 +41,8 @@ DEVICE void accumulate(const Source& from, i64 size, Wide weight, Wide* sum) {
 }
 
 template <int N>
-DEVICE void mean_chunk(const u8* wire, Raw* out, i64 rows, i64 columns, i64 chunk, Source* sources) {
+DEVICE void mean_chunk(
+    const u8* wire, Raw* out, i64 rows, i64 columns, i64 chunk, Source* sources) {
   const i64 size = smaller(CHUNK, columns - chunk * CHUNK);
   const Wide weight = div_rn((Wide)1, (Wide)rows);
   Wide sum[PER_THREAD] = {};
