@@ -56,7 +56,13 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=count, default=600, metavar="N", help="optimizer steps")
     add("--batch-size", type=count, default=4, metavar="N", help="sequences per rank and step")
     add("--lr", type=float, default=2e-3, metavar="X", help="peak learning rate, after 20 steps")
-    add("--warmup-share", type=float, default=0.3, metavar="X", help="of the steps: onebit_adam's warm-up")
+    add(
+        "--warmup-share",
+        type=float,
+        default=0.3,
+        metavar="X",
+        help="of the steps: warm-up of onebit_adam, qadam",
+    )
     add("--bucket-cap-mb", type=float, default=10.0, metavar="MB", help="largest bucket, in MiB")
     add("--trace", default=argparse.SUPPRESS, metavar="DIR", help="folder for a Chrome trace per rank")
     add("--seed", type=int, default=0, metavar="N", help="of weights, order of the data, and sample")
@@ -83,12 +89,14 @@ def make_optimizer(options: argparse.Namespace, model: nn.Module, warmup_steps: 
     """The optimizer, which for some algorithms is a part of them."""
     if options.algorithm == "onebit_adam":
         return bagua.optim.OneBitAdam(model.parameters(), lr=options.lr, warmup_steps=warmup_steps)
+    if options.algorithm == "qadam":
+        return bagua.optim.QAdam(model.parameters(), lr=options.lr, warmup_steps=warmup_steps)
     return AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
 
 
 def attach(options: argparse.Namespace, model: nn.Module, optimizer: Optimizer, name: str) -> bagua.Attached:
     """Embed the runtime; an optimizer of bagua.optim brings its algorithm along."""
-    comes_along = isinstance(optimizer, bagua.optim.OneBitAdam)
+    comes_along = isinstance(optimizer, bagua.optim.PairedOptimizer)
     algorithm = None if comes_along else bagua.algorithms.create(options.algorithm)
     return bagua.attach(model, optimizer, algorithm, bucket_cap_mb=options.bucket_cap_mb, name=name)
 
@@ -216,7 +224,12 @@ def main() -> int:
     launched = any(name in os.environ for name in ("RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"))
     if options.ranks > 1 and not launched:
         relaunch(options.ranks)
-    with bagua.init(None if options.device == "auto" else options.device) as pg:
+    try:
+        group = bagua.init(None if options.device == "auto" else options.device)
+    except bagua.errors.BaguaError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with group as pg:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // pg.local_world_size))
         console = Console(quiet=pg.rank != 0, highlight=False, markup=False, soft_wrap=True)
         return 0 if train_and_show(options, pg, console) else 1

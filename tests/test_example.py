@@ -61,7 +61,7 @@ def test_default_run_learns_and_shows_all_it_promises(tmp_path: Path) -> None:
     assert bits < 5.0  # 8 untrained; knowing how frequent each byte is gives 4.8
     assert "bit-equal on 2 rank(s)" in shown
     assert "sample:\nclass " in shown
-    assert 0.1 < number(r"step time: .* torch DDP .* ratio ([\d.]+)", shown) < 10
+    assert 0.1 < number(r"step time: .* torch DDP .* ratios ([\d.]+)", shown) < 10
     assert number(r"wire +([\d.]+) MB/s", shown) > 0
     assert 0 <= number(r"hidden +(\d+)%", shown) <= 100
     traces = sorted((tmp_path / "trace").iterdir())

@@ -377,3 +377,68 @@ def test_what_one_rank_refuses_to_attach_is_an_error_on_all(pool: RankPool) -> N
         assert result["error"][0] == "UsageError"
         assert "'extra' is expanded" in result["error"][1]
         assert result["next"] == 2.0
+
+
+def with_a_users_hook(ctx: RankContext, when: str, as_view: bool) -> list[float | None]:
+    with group(ctx):
+        model = nn.Sequential(One(), One(), One())
+
+        def triple(param: torch.Tensor) -> None:
+            if param.grad is not None:
+                param.grad.mul_(3.0)
+
+        def listen() -> None:
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(triple)
+
+        if when == "before":
+            listen()
+        wrapped = wrap("attach", model, gradient_as_bucket_view=as_view, bucket_cap_mb=1e-5)
+        if when == "after":
+            listen()
+        grads: list[float | None] = []
+        for _ in range(3):
+            model.zero_grad()
+            backward(wrapped, ctx)
+            grads += [grad(param) for param in model.parameters()]
+        return grads
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_users_gradient_hook_acts_before_the_mean(pool: RankPool, when: str, as_view: bool) -> None:
+    for result in on(pool, 2, with_a_users_hook, when, as_view):
+        assert result == [4.5] * 9
+
+
+def resized_buffer(ctx: RankContext) -> tuple[str, str]:
+    with group(ctx, timeout_s=15.0):
+        model = One()
+        model.register_buffer("seen", torch.zeros(3))
+        wrapped = wrap("attach", model)
+        if ctx.rank == 1:
+            model.seen = torch.zeros(2)
+        return caught(lambda: backward(wrapped, ctx))
+
+
+def test_a_buffer_of_another_size_is_an_error_on_all(pool: RankPool) -> None:
+    for kind, text in on(pool, 2, resized_buffer):
+        assert kind in ("UsageError", "PeerError")
+        assert "'seen' has another shape" in text
+
+
+def sparse_join(ctx: RankContext) -> list[float]:
+    with group(ctx):
+        model = nn.Embedding(3, 1, sparse=True)
+        wrapped, found = wrap("attach", model), []
+        with wrapped.run.join(divide_by_initial=False):
+            for _ in range(2 - ctx.rank):
+                model.zero_grad()
+                wrapped.forward(torch.tensor([1])).sum().backward()
+                assert model.weight.grad is not None
+                found.append(model.weight.grad.to_dense()[1].item())
+        return found
+
+
+def test_join_divides_sparse_gradients_by_those_that_are_left_too(pool: RankPool) -> None:
+    assert on(pool, 2, sparse_join) == [[1.0, 1.0], [1.0]]

@@ -68,14 +68,33 @@ def test_bytes_and_generations_by_formula(pool: RankPool, world_size: int, kind:
             assert 0 <= after.hidden_share <= 1
 
 
-def test_hidden_is_what_was_not_exposed() -> None:
-    some = Statistics(generations=1, buckets=1, bytes_sent=0, communication_us=100.0, exposed_us=30.0)
-    assert some.hidden_us == 70.0
+def test_the_hidden_share_is_of_the_communication() -> None:
+    totals = {"generations": 1, "buckets": 1, "bytes_sent": 0}
+    some = Statistics(**totals, communication_us=100.0, exposed_us=30.0, hidden_us=70.0)
     assert some.hidden_share == 0.7
-    waiting = Statistics(generations=1, buckets=1, bytes_sent=0, communication_us=10.0, exposed_us=30.0)
-    assert (waiting.hidden_us, waiting.hidden_share) == (0.0, 0.0)
-    nothing = Statistics(generations=0, buckets=1, bytes_sent=0, communication_us=0.0, exposed_us=0.0)
+    nothing = Statistics(**totals, communication_us=0.0, exposed_us=0.0, hidden_us=0.0)
     assert math.isnan(nothing.hidden_share)
+
+
+def launched_before_the_step(ctx: RankContext) -> float:
+    """The hidden share of OneBitAdam's second stage, whose communication the trainer waits for at once."""
+    with group(ctx):
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
+        optimizer = bagua.optim.OneBitAdam(model.parameters(), warmup_steps=1)
+        wrapped = wrap("attach", model, optimizer, bucket_cap_mb=0.02, first_bucket_mb=0.02)
+        start = wrapped.run.statistics()
+        for step in range(8):
+            if step == 2:
+                start = wrapped.run.statistics()
+            optimizer.zero_grad()
+            wrapped.forward(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+        end = wrapped.run.statistics()
+        return (end.hidden_us - start.hidden_us) / (end.communication_us - start.communication_us)
+
+
+def test_communication_that_is_waited_for_at_once_is_not_hidden(pool: RankPool) -> None:
+    assert max(on(pool, 2, launched_before_the_step)) < 0.25
 
 
 def onebit_bytes(ctx: RankContext) -> tuple[int, int, list[tuple[int, int]]]:

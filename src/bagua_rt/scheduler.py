@@ -147,6 +147,7 @@ class Pipeline:
         self._next_number = 0
         self.failure: BaguaError | None = None
         self.exposed_us = 0.0
+        self.busy_while_exposed_us = 0.0
         self.is_timed = False
         self.on_failure: Callable[[BaguaError], None] | None = None
         self.on_round_complete: Callable[[Round, float, float], None] | None = None
@@ -158,6 +159,11 @@ class Pipeline:
         self._state = state
         self._buckets = tuple(buckets)
         self._order = LaunchOrder([bucket.plan.lane for bucket in buckets])
+
+    @property
+    def busy_us(self) -> float:
+        """Time that the lanes were busy so far, summed over them."""
+        return sum(lane.busy_us for lane in self._communicators.lanes)
 
     @property
     def is_open(self) -> bool:
@@ -215,7 +221,7 @@ class Pipeline:
             PeerError: another rank died or failed.
         """
         round_ = self._open_round()
-        began = time.perf_counter_ns() / 1000
+        began, busy_us = time.perf_counter_ns() / 1000, self.busy_us
         try:
             self._wait_for(round_, while_waiting)
         except BaguaError as error:
@@ -225,6 +231,7 @@ class Pipeline:
             self._round = None
         ended = time.perf_counter_ns() / 1000
         self.exposed_us += ended - began
+        self.busy_while_exposed_us += self.busy_us - busy_us
         self._unconfirmed = (round_, began, ended)
         if self._device.host_is_compute:
             self.confirm()
@@ -286,11 +293,16 @@ class Pipeline:
         return True
 
     def _described(self, round_: Round, error: Exception, patience: Patience) -> BaguaError:
-        kind = type(error) if isinstance(error, BaguaError) else InternalError
+        if not isinstance(error, BaguaError):  # raised by the algorithm's own code
+            return CollectiveError(self._where(round_), got=f"{type(error).__name__}: {error}")
+        kind = type(error)
         if not isinstance(error, CollectiveError):
             return kind(f"{self._where(round_)}: {error}")
+        news = self._control.failures.poll()  # why the other rank went, if it could say so
         self._post(error)  # the others need not wait until this rank has asked around
-        return kind(self._where(round_), got="; ".join(filter(None, [patience.who_is_there(), str(error)])))
+        return kind(
+            self._where(round_), got="; ".join(filter(None, [news, patience.who_is_there(), str(error)]))
+        )
 
     def _where(self, round_: Round) -> str:
         buckets = () if round_.purpose else zip(self._buckets, round_.done, strict=True)

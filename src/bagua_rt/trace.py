@@ -5,7 +5,7 @@ Definitions, all for this rank and in microseconds of the host's clock:
 * *communication*: the time that lanes were busy with collectives and codecs, summed over lanes. Time in
   which a collective waits for a slower rank counts.
 * *exposed*: the time that the training thread was blocked because communication had not ended.
-* *hidden*: communication less exposed: what ran beside the trainer's own work.
+* *hidden*: communication while the training thread was not blocked: what ran beside the trainer's own work.
 
 Spans become one Chrome trace per rank (chrome://tracing, Perfetto): "staged" to "launched" is a bucket's
 time in the queue, "launched" to "done" its communication.
@@ -31,6 +31,7 @@ class Statistics:
         bytes_sent: Payload bytes that this rank has put on the wire for this attachment.
         communication_us: Time that lanes were busy.
         exposed_us: Time that the training thread was blocked by communication.
+        hidden_us: Time that lanes were busy while it was not blocked.
     """
 
     generations: int
@@ -38,11 +39,7 @@ class Statistics:
     bytes_sent: int
     communication_us: float
     exposed_us: float
-
-    @property
-    def hidden_us(self) -> float:
-        """Communication that ran beside the trainer's own work."""
-        return max(0.0, self.communication_us - self.exposed_us)
+    hidden_us: float
 
     @property
     def hidden_share(self) -> float:

@@ -84,6 +84,10 @@ def attach(
         CollectiveError: a rank did not come.
     """
     group = default_group() if process_group is None else process_group
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(
+            "process_group is none", expected="what init() or new_group() gave", got=type(group).__name__
+        )
     label = name or f"model{next(_numbers.setdefault(group, itertools.count()))}"
     try:
         given = _listed(optimizers)
@@ -175,6 +179,8 @@ def _install(
 def _listed(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
+    if not isinstance(optimizers, torch.optim.Optimizer | Iterable):
+        optimizers = [optimizers]  # refused below
     given = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
     for optimizer in given:
         if not isinstance(optimizer, torch.optim.Optimizer):

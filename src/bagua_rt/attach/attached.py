@@ -54,6 +54,7 @@ class Attachment:
         self.trace = Trace(context.world.rank)
         self.is_closed = False
         self._trace_dir = trace_dir
+        self._buffer_kinds = [(buffer.shape, buffer.dtype) for buffer in named.buffers.values()]
         self._buffers: TensorReplicator | None = None
         if broadcast_buffers and named.buffers and context.world_size > 1:
             self._buffers = TensorReplicator(self.current_buffers(), context.world, context.device)
@@ -80,9 +81,24 @@ class Attachment:
         return [getattr(module, key) for module, key in self.named.buffer_places]
 
     def _broadcast(self, buffers: TensorReplicator) -> None:
-        buffers.pack(self.current_buffers())
+        current = self.current_buffers()
+        self._refuse_other_buffers(current)
+        buffers.pack(current)
         self.engine.pipeline.call("the buffers", lambda lane: buffers.queue(self.context.world, lane))
         buffers.unpack()
+
+    def _refuse_other_buffers(self, current: list[torch.Tensor]) -> None:
+        """Ranks whose buffers have other sizes would meet in one collective."""
+        for name, kind, now in zip(self.named.buffers, self._buffer_kinds, current, strict=True):
+            if not isinstance(now, torch.Tensor) or (now.shape, now.dtype) != kind:
+                error = UsageError(
+                    f"the buffer {name!r} has another shape or dtype than when it was attached",
+                    expected=f"{tuple(kind[0])}, {kind[1]}",
+                    got=f"{tuple(now.shape)}, {now.dtype}" if isinstance(now, torch.Tensor) else repr(now),
+                    fix="name it in ignore, or attach again",
+                )
+                self.engine.pipeline.fail(error)
+                raise error
 
     def start_trace(self) -> None:
         """Record spans from now on."""
@@ -261,12 +277,14 @@ class Attached:
         """Totals since attach; see bagua_rt.trace for the definitions."""
         attachment = self._attachment
         communicators = attachment.context.communicators
+        pipeline = attachment.engine.pipeline
         return Statistics(
             generations=attachment.engine.generations,
             buckets=len(attachment.engine.buckets),
             bytes_sent=sum(comm.bytes_sent for comm in communicators.each()),
-            communication_us=sum(lane.busy_us for lane in communicators.lanes),
-            exposed_us=attachment.engine.pipeline.exposed_us,
+            communication_us=pipeline.busy_us,
+            exposed_us=pipeline.exposed_us,
+            hidden_us=max(0.0, pipeline.busy_us - pipeline.busy_while_exposed_us),
         )
 
     def flight_record(self) -> dict[str, Any]:
@@ -314,6 +332,13 @@ class Attached:
             UsageError: it belongs to another algorithm or model.
         """
         engine = self._open().engine
+        keys = {"algorithm", "world_size", "generations", "order", "state"}
+        if not isinstance(state, Mapping) or not keys <= set(state):
+            raise UsageError(
+                "this is no checkpoint of an attachment",
+                expected="what state_dict() gave",
+                got=repr(state)[:80],
+            )
         if state["algorithm"] != self.algorithm.name:
             raise UsageError(
                 "this checkpoint belongs to another algorithm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class DistributedDataParallel(nn.Module):
         output_device: As torch has it; ignored, since outputs stay where they are.
         dim: As torch has it; ignored.
         broadcast_buffers: Make buffers rank 0's before each forward.
+        init_sync: True: every rank starts as rank 0 does. False is refused.
         process_group: The ranks; None takes the default group.
         bucket_cap_mb: Most MiB in a bucket; None takes attach()'s 10.
         find_unused_parameters: May a parameter lack a gradient?
@@ -49,6 +51,7 @@ class DistributedDataParallel(nn.Module):
         output_device: int | torch.device | None = None,
         dim: int = 0,
         broadcast_buffers: bool = True,
+        init_sync: bool = True,
         process_group: ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
@@ -63,6 +66,13 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         if bucket_cap_mb is not None:
             options["bucket_cap_mb"] = bucket_cap_mb
+        if unknown := sorted(set(options) - set(signature(attach).parameters)):
+            raise UsageError(
+                f"DistributedDataParallel() takes no argument {unknown[0]!r}",
+                expected="those of torch's that docs/coming-from.md lists, and those of attach()",
+            )
+        if not init_sync:
+            raise UsageError("init_sync=False is not supported", expected="ranks that start as rank 0 does")
         if device_ids is not None and len(device_ids) > 1:
             raise UsageError(
                 "device_ids names several devices",

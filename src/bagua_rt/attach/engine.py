@@ -94,6 +94,8 @@ class Engine:
         generation = self._generation
         if generation is None or generation.end is None or generation.end.callback() is None:
             generation = self._begin_backward()
+        if generation.full >= 0:  # every hook of its last parameter has run now, the user's too
+            self._stage_bucket(generation, generation.full)
         bucket = self.layout.plan.bucket_of[index]
         if generation.seen[index] or bucket < 0:
             self._accept_without_bucket(generation, index)
@@ -102,7 +104,7 @@ class Engine:
         if bucket >= 0:
             generation.pending[bucket] -= 1
             if not generation.pending[bucket] and generation.stages_early:
-                self._stage_bucket(generation, bucket)
+                generation.full = bucket
 
     @untraced
     def _begin_backward(self) -> Generation:
@@ -154,6 +156,7 @@ class Engine:
 
     @untraced
     def _stage_bucket(self, generation: Generation, index: int) -> None:
+        generation.full = -1
         generation.nonfinite += self.layout.gradients.stage(self.state, index, generation.seen)
         self.pipeline.ready(index)
         generation.staged[index] = True
@@ -209,7 +212,7 @@ class Engine:
                 self._read(ledger)
                 self.layout.is_confirmed = True
             if self.layout.plan.sparse:
-                self.layout.sparse.add_up(self.state.sparse_scale)
+                self.layout.sparse.add_up(self.state.sparse_scale * self._correction())
             if launches:
                 self._stage_rest(generation)
                 self.pipeline.wait(lambda: self._look_into(ledger))

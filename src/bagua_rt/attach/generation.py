@@ -30,6 +30,7 @@ class Generation:
         launches_in_backward: Whether they are as their gradients come.
         stages_early: Whether the launches begin before the ledger has been read; not where this rank's plan
             is one that the others may not have.
+        full: The bucket whose last gradient has just come, to be staged with the next one; -1 if none.
         seen: For each parameter, whether its gradient came.
         order: The parameters in the order in which their gradients came.
         pending: For each bucket, how many of its gradients are still to come.
@@ -52,6 +53,7 @@ class Generation:
         self.communicates = communicates
         self.launches_in_backward = communicates and launch_on is LaunchOn.GRADIENT_READY
         self.stages_early = self.launches_in_backward and plan_is_confirmed
+        self.full = -1
         self.seen = [False] * count
         self.order: list[int] = []
         self.pending = [len(bucket.params) for bucket in buckets]

@@ -86,7 +86,10 @@ def _names(ignore: Iterable[str]) -> set[str]:
             got=repr(ignore),
             fix=f"write [{ignore!r}]",
         )
-    names = set(ignore)
+    try:
+        names = set(ignore)
+    except TypeError:
+        raise UsageError("ignore is no collection", expected="a list of names", got=repr(ignore)) from None
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise UsageError("ignore holds what is not a name", expected="texts", got=repr(wrong[0]))
     return names

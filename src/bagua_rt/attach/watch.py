@@ -33,6 +33,7 @@ class ParameterWatch:
         self._params = list(params.values())
         self._kinds = [(param.dtype, param.device) for param in self._params]
         self._dtypes = [dtype for dtype, _ in self._kinds]
+        self._shapes = [param.shape for param in self._params]
         self._ends = sorted({0, len(self._params) - 1}) if self._params else []
         self._ignored = frozenset(ignored)
         self.sparse = sparse_parameters(model)
@@ -56,6 +57,7 @@ class ParameterWatch:
         return (
             [param.requires_grad for param in params] != self._flags
             or [param.dtype for param in params] != self._dtypes
+            or [param.shape for param in params] != self._shapes
             or any(params[i].device != self._kinds[i][1] for i in self._ends)  # a model moves as a whole
         )
 
@@ -77,16 +79,18 @@ class ParameterWatch:
                     fix="close() the attachment and attach() again, on every rank",
                 )
             present.add(id(param))
-        for param, (dtype, device) in zip(self._params, self._kinds, strict=True):
-            self._refuse_other_kind(param, dtype, device)
+        for param, (dtype, device), shape in zip(self._params, self._kinds, self._shapes, strict=True):
+            self._refuse_other_kind(param, dtype, device, shape)
         self._remember()
         return [i for i, param in enumerate(self._params) if id(param) in present and param.requires_grad]
 
-    def _refuse_other_kind(self, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-        if param.dtype is not dtype or param.device != device:
+    def _refuse_other_kind(
+        self, param: nn.Parameter, dtype: torch.dtype, device: torch.device, shape: torch.Size
+    ) -> None:
+        if param.dtype is not dtype or param.device != device or param.shape != shape:
             raise UsageError(
-                f"the parameter {self._name_of[id(param)]!r} was cast or moved after attach()",
-                expected=f"{dtype} on {device}, as it was attached",
-                got=f"{param.dtype} on {param.device}",
-                fix="cast or move the model first, then attach() it",
+                f"the parameter {self._name_of[id(param)]!r} was cast, moved or reshaped after attach()",
+                expected=f"{tuple(shape)}, {dtype} on {device}, as it was attached",
+                got=f"{tuple(param.shape)}, {param.dtype} on {param.device}",
+                fix="change the model first, then attach() it",
             )

@@ -61,6 +61,7 @@ class CheckedCommunicator(Collectives):
         self.is_settled = self.is_forked = False
         self._connect, self._store, self._device = connect, store, torch_device
         self._lane0, self._known_lanes = self.lanes[0], frozenset(self.lanes)
+        self._made: list[weakref.ref[CheckedCommunicator]] = []
         self._sequence = 0
         self._flight: deque[tuple[LaunchedWork, Stream, int, int]] = deque(maxlen=FLIGHT_LENGTH)
         self._groups: dict[int, OpenGroup] = {}
@@ -252,6 +253,7 @@ class CheckedCommunicator(Collectives):
         )
         if not isinstance(child, CheckedCommunicator):
             raise InternalError("connect made a communicator of another kind")
+        self._made.append(weakref.ref(child))
         return child
 
     # ---- failure and end
@@ -278,12 +280,17 @@ class CheckedCommunicator(Collectives):
         self._abort(self.refusal or InternalError("abort left no failure"))
 
     def close(self) -> None:
-        """Release the communicator and refuse calls from now on. Idempotent, local; waits for nothing.
+        """Release the communicator and those made of it, and refuse calls from now on.
+
+        Idempotent, local; waits for nothing.
 
         Operations that are under way end with an error, as by `abort`.
         """
         if self.is_forked or (self.is_settled and isinstance(self.refusal, ClosedError)):
             return
+        for made in self._made:
+            if (child := made()) is not None:
+                child.close()
         self.refusal = ClosedError(f"communicator {self.name!r} was closed on rank {self.rank}")
         self.is_settled = True
         self._close()

@@ -148,14 +148,15 @@ class Lane:
         self._current: LaneTask | None = None
         self._poison: dict[Owner | None, BaseException] = {}
         self._tail: LaneEvent | None = None
-        self._busy_ns = 0
+        self._busy_ns = self._busy_since_ns = 0
         self._refusal: ClosedError | None = None
         _LIVE_LANES.add(self)
 
     @property
     def busy_us(self) -> float:
         """Microseconds spent inside operations and kernels so far (waits for events don't count)."""
-        return self._busy_ns / 1000
+        since = self._busy_since_ns
+        return (self._busy_ns + (time.perf_counter_ns() - since if since else 0)) / 1000
 
     @property
     def poison(self) -> tuple[Owner | None, BaseException] | None:
@@ -297,7 +298,7 @@ class Lane:
             self._poison.pop(None, None)  # a failed kernel has no communicator of its own
             task.clears.cleared_lanes.add(self)
             return None, None
-        begin = time.perf_counter_ns()
+        begin = self._busy_since_ns = time.perf_counter_ns()
         try:
             cast(Callable[..., object], task.call)(*task.args)
         except BaseException as caught:  # whatever it is, the event carries it
@@ -305,6 +306,7 @@ class Lane:
             owner = task.owner
             return owner, caught if owner is None else owner.translate(caught, task.operation, task.sequence)
         finally:
+            self._busy_since_ns = 0
             self._busy_ns += time.perf_counter_ns() - begin
         return None, None
 
@@ -432,10 +434,10 @@ def _let_stuck_threads_sleep() -> None:
         thread there comes back from gloo, asks for the GIL, and is ended by CPython (before 3.14) with
         pthread_exit, whose unwinding meets torch's C++ frames: std::terminate, SIGABRT, and the exit code
         is lost. A terminate handler that sleeps lets that thread hang instead, until the process is gone.
-        It is installed only here, at the very end, and only when a thread is inside an operation.
+        It is installed only here, at the very end, and only when a lane's thread is still there.
     """
-    busy = [lane.doing for lane in list(_LIVE_LANES) if lane.doing]
-    if not busy and not any(thread.is_alive() for thread in _ABANDONED):
+    threads = [lane._thread for lane in list(_LIVE_LANES)] + list(_ABANDONED)
+    if not any(thread is not None and thread.is_alive() for thread in threads):
         return
     with contextlib.suppress(OSError, AttributeError):  # another C++ runtime: nothing to be done
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]

@@ -31,7 +31,7 @@ class RollCall:
         self._answered = 0
 
     def answer(self, describe: Callable[[], str]) -> None:
-        """Answer the question that was asked last, if it wasn't answered yet. Cheap; called now and then.
+        """Answer the questions that were asked since the last call. Cheap; called now and then.
 
         Args:
             describe: Says what this rank is doing.
@@ -40,10 +40,10 @@ class RollCall:
         if client is None:
             return
         try:
-            number = int(client.peek("roll/asked") or 0)
-            if number > self._answered:
-                self._answered = number
-                client.set(f"roll/{number}/{self._rank}", describe())
+            asked = int(client.peek("roll/asked") or 0)
+            while self._answered < asked:  # several ranks may have asked since
+                self._answered += 1
+                client.set(f"roll/{self._answered}/{self._rank}", describe())
         except PeerError:
             self._client = None  # the store is gone: there is nobody to answer
 
@@ -61,7 +61,6 @@ class RollCall:
             return {}
         try:
             number = client.add("roll/asked")
-            self._answered = max(self._answered, number)
             answers: dict[int, str | None] = {r: None for r in range(self._world_size) if r != self._rank}
             deadline = time.monotonic() + wait_s
             while None in answers.values() and time.monotonic() < deadline:
