@@ -200,7 +200,9 @@ class CheckedCommunicator(Collectives):
             return None
         rows = everyone.view(-1, 3).tolist()
         ranks = sorted((k, r) for r, (takes_part, c, k) in enumerate(rows) if takes_part and c == color)
-        return self._child([r for _, r in ranks], f"split{number}.{color}")
+        part = self._child([r for _, r in ranks], f"split{number}.{color}")
+        self._made.append(weakref.ref(part))  # ends with this one, as its lanes do
+        return part
 
     def shrink(self, exclude: Sequence[int]) -> CheckedCommunicator:
         """Make a communicator of the ranks that are left; collective over these, blocks the host.
@@ -253,7 +255,6 @@ class CheckedCommunicator(Collectives):
         )
         if not isinstance(child, CheckedCommunicator):
             raise InternalError("connect made a communicator of another kind")
-        self._made.append(weakref.ref(child))
         return child
 
     # ---- failure and end
@@ -280,7 +281,7 @@ class CheckedCommunicator(Collectives):
         self._abort(self.refusal or InternalError("abort left no failure"))
 
     def close(self) -> None:
-        """Release the communicator and those made of it, and refuse calls from now on.
+        """Release the communicator and those split off it, and refuse calls from now on.
 
         Idempotent, local; waits for nothing.
 
