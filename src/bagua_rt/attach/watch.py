@@ -31,8 +31,8 @@ class ParameterWatch:
         self._model = model
         self._name_of = {id(param): name for name, param in params.items()}
         self._params = list(params.values())
-        self._kinds = [(param.dtype, param.device) for param in self._params]
-        self._dtypes = [dtype for dtype, _ in self._kinds]
+        self._dtypes = [param.dtype for param in self._params]
+        self._devices = [param.device for param in self._params]
         self._shapes = [param.shape for param in self._params]
         self._ends = sorted({0, len(self._params) - 1}) if self._params else []
         self._ignored = frozenset(ignored)
@@ -58,7 +58,7 @@ class ParameterWatch:
             [param.requires_grad for param in params] != self._flags
             or [param.dtype for param in params] != self._dtypes
             or [param.shape for param in params] != self._shapes
-            or any(params[i].device != self._kinds[i][1] for i in self._ends)  # a model moves as a whole
+            or any(params[i].device != self._devices[i] for i in self._ends)  # a model moves as a whole
         )
 
     def trainable(self) -> list[int]:
@@ -79,7 +79,8 @@ class ParameterWatch:
                     fix="close() the attachment and attach() again, on every rank",
                 )
             present.add(id(param))
-        for param, (dtype, device), shape in zip(self._params, self._kinds, self._shapes, strict=True):
+        kinds = zip(self._dtypes, self._devices, self._shapes, strict=True)
+        for param, (dtype, device, shape) in zip(self._params, kinds, strict=True):
             self._refuse_other_kind(param, dtype, device, shape)
         self._remember()
         return [i for i, param in enumerate(self._params) if id(param) in present and param.requires_grad]
