@@ -549,13 +549,14 @@ def test_two_jobs_that_start_at_once_never_mix(pools: Pools, port: int, _: int) 
 # ------------------------------------------------------------------------------------------ whole processes
 
 TORCHRUN = """
+import os, torch
 from bagua_rt import process_group
-import torch
 for _ in range(2):
     with process_group.init("cpu", timeout_s=20) as group:
         t = torch.ones(1) * (group.rank + 1)
         group.world.all_reduce_(t, "sum").wait()
-        print("sum", t.item(), group.local_rank, group.local_world_size, group.node_sizes, flush=True)
+        line = f"sum {t.item()} {group.local_rank} {group.local_world_size} {group.node_sizes}\\n"
+        os.write(1, line.encode())  # in one piece: the ranks share a pipe
 """
 
 EXITS = """
@@ -609,9 +610,8 @@ def test_torchrun_serves_its_own_store(tmp_path: Any) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"sum \d\.\d \d \d \(\d,\)", done.stdout)) == sorted(
-        [f"sum 3.0 {r} 2 (2,)" for r in (0, 0, 1, 1)]
-    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("sum")]
+    assert sorted(lines) == [f"sum 3.0 {r} 2 (2,)" for r in (0, 0, 1, 1)]
 
 
 @pytest.mark.parametrize(

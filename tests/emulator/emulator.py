@@ -33,6 +33,7 @@ __all__ = [
     "declare_host_access",
     "drain",
     "environment",
+    "forget_accesses",
     "preload",
     "race_reports",
     "reports",
@@ -281,6 +282,11 @@ def declare_host_access(pointer: int, size_bytes: int, write: bool, label: str =
     _libcuda().emu_host_access(pointer, size_bytes, WRITE if write else READ, label.encode())
 
 
+def forget_accesses(pointer: int, size_bytes: int) -> None:
+    """Tells the race check that this memory was allocated anew: what it held before is no conflict."""
+    _libcuda().emu_race_forget(pointer, size_bytes)
+
+
 def run_on_stream(
     stream_handle: int,
     fn: Callable[[], object],
@@ -336,6 +342,7 @@ def _libcuda() -> ctypes.CDLL:
             *(ctypes.c_void_p, ctypes.c_size_t),
             *(ctypes.c_int, ctypes.c_char_p),
         ]
+        lib.emu_race_forget.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         lib.emu_enqueue.argtypes = [
             *(ctypes.c_void_p, ctypes.c_char_p, _Callback, ctypes.c_void_p),
             *(ctypes.POINTER(_Range), ctypes.c_int),

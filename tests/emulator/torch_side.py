@@ -3,13 +3,16 @@
 A torch operation is run by the stream's thread, in its place in the stream, and what it reads and writes is
 declared to the race check. An operation in place is queued. For any other, the thread that calls it waits
 until it has run (the host learns the shape), which the race check does not take for a synchronisation.
+
+torch's CUDA allocator gives memory that was freed on a stream to that stream alone; the CPU's gives it to
+anyone. So what is allocated on a lane starts without a history, and is not given to another stream later.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,11 +37,12 @@ class StreamOperations(TorchDispatchMode):
     Args:
         handle: The stream.
         label: What reports call the operations, beside their names.
+        own_pool: Keeps what they allocate, if its memory must not go to another stream.
     """
 
-    def __init__(self, handle: int, label: str) -> None:
+    def __init__(self, handle: int, label: str, own_pool: list[torch.Tensor] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.handle, self.label = handle, label
+        self.handle, self.label, self._own_pool = handle, label, own_pool
         self.count = 0
         self._thread = threading.get_ident()
 
@@ -51,7 +55,10 @@ class StreamOperations(TorchDispatchMode):
             func.is_view or "empty" in name or name in _METADATA or name.startswith("profiler::")
         )
         if touches_nothing or _is_hosts():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if "empty" in name and self._own_pool is not None:
+                keep_apart(_tensors(result), self._own_pool)
+            return result
         reads, writes = _accesses(func, args, kwargs)
         self.count += 1
         label = f"{self.label}: {func.name()}"
@@ -62,8 +69,11 @@ class StreamOperations(TorchDispatchMode):
             )
             return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
         result = self._run(lambda: func(*args, **kwargs), reads, writes, label)
-        fresh = [r for t in _tensors(result) if (r := memory_of(t)) not in writes and r not in reads]
-        if fresh:
+        used = {*reads, *writes}
+        new = [t for t in _tensors(result) if memory_of(t) not in used]
+        if self._own_pool is not None:
+            keep_apart(new, self._own_pool)
+        if fresh := [memory_of(t) for t in new]:
             emulator.run_on_stream(
                 self.handle, _nothing, writes=fresh, label=f"{self.label}: result of {func.name()}"
             )
@@ -149,6 +159,13 @@ def _accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[Range], list[Rang
     return [r for r in reads if r[1]], [w for w in writes if w[1]]
 
 
+def keep_apart(fresh: Iterable[torch.Tensor], pool: list[torch.Tensor]) -> None:
+    """Treat what was just allocated as a stream's own memory for as long as `pool` lives."""
+    for t in fresh:
+        emulator.forget_accesses(*memory_of(t))
+        pool.append(t)
+
+
 def synchronize(handle: int) -> None:
     """Block the host until the stream is idle, as torch does for ``.item()``."""
     from cuda.bindings import driver
@@ -173,16 +190,19 @@ class EmulatedTorch:
         device.set_current()
         self._compute = device.create_stream(options=StreamOptions(nonblocking=True))
         self.compute_handle = int(self._compute.handle)
+        self._lanes_pool: list[torch.Tensor] = []
 
     def current_stream(self) -> int:
         return self.compute_handle
 
     def run(self, stream: int, fn: Callable[[], object]) -> None:
-        with torch.no_grad(), StreamOperations(stream, "run"):
+        with torch.no_grad(), StreamOperations(stream, "run", self._lanes_pool):
             fn()
 
     def empty_on(self, stream: int, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        keep_apart([memory], self._lanes_pool)
+        return memory
 
     @contextmanager
     def on_compute_stream(self) -> Iterator[StreamOperations]:

@@ -61,6 +61,7 @@ EMU_EXPORT void emu_reset();  // forgets reports, access history and sticky erro
 EMU_EXPORT void emu_race_enable(int on);
 EMU_EXPORT void emu_set_delay(double probability, unsigned max_us, unsigned seed);
 EMU_EXPORT void emu_host_access(const void* ptr, size_t bytes, int access, const char* label);
+EMU_EXPORT void emu_race_forget(const void* ptr, size_t bytes);  // it was allocated anew
 // Waits until every stream is idle, without counting as a synchronisation for the race check.
 // Returns 1 when idle, 0 when `timeout_ms` passed first.
 EMU_EXPORT int emu_drain(int timeout_ms);

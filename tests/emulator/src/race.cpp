@@ -136,6 +136,10 @@ void race_reset() {
 
 void emu_race_enable(int on) { emu::race_enabled = on != 0; }
 
+void emu_race_forget(const void* ptr, size_t bytes) {
+    emu::race_forget(reinterpret_cast<uintptr_t>(ptr), bytes);
+}
+
 void emu_host_access(const void* ptr, size_t bytes, int access, const char* label) {
     if (emu::forked) return;
     auto record = std::make_shared<emu::Record>();
