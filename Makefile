@@ -15,7 +15,7 @@ train: .venv/installed  ## two ranks train a byte-level GPT; ARGS="--algorithm o
 	@$(BIN)/python examples/train_gpt.py --ranks $(RANKS) $(ARGS)
 
 test: .venv/dev  ## the whole suite; ARGS="-k bucket" for a part
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 coverage: .venv/dev  ## the same, with branch coverage of the ranks too (half as fast)
 	$(BIN)/pytest --cov $(ARGS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 import pytest
 
+from tests.nursery import close_nurseries
 from tests.ranks import RankPool, close_crews
 
 
@@ -21,6 +23,14 @@ def pool() -> RankPool:
     return RankPool(5)
 
 
+@pytest.fixture
+def port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 def pytest_sessionfinish() -> None:
-    """End the ranks."""
+    """End the ranks, and what they were forked from."""
     close_crews()
+    close_nurseries()

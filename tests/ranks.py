@@ -1,6 +1,6 @@
 """Rank processes for multi-rank tests: spawned once per session, fed with functions, always reaped.
 
-A rank is a subprocess that reads pickled calls from a pipe. It dies with its parent (PR_SET_PDEATHSIG and
+A rank is a process that reads pickled calls from a pipe. It dies with its parent (PR_SET_PDEATHSIG and
 the end of the pipe), so neither a failing test nor a killed pytest leaves one behind. Use it so::
 
     def average(ctx: RankContext, value: float) -> float: ...  # runs on a rank
@@ -11,7 +11,6 @@ the end of the pipe), so neither a failing test nor a killed pytest leaves one b
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -21,7 +20,6 @@ import pickle
 import select
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from tests.nursery import Child, die_with_parent, nursery
 
 TESTS = Path(__file__).resolve().parent
 SOURCE = TESTS.parent / "src"
@@ -42,7 +42,6 @@ sys.modules[name] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 module.serve(int(calls), int(answers))
 """
-_PR_SET_PDEATHSIG = 1
 _START_S = 100.0
 
 
@@ -91,7 +90,7 @@ class RankContext:
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: Child
     calls: IO[bytes]
     answers: int  # file descriptor
     output: IO[bytes]
@@ -123,7 +122,7 @@ class _Crew:
         """End all ranks; the next call has new ones."""
         for member in self.members:
             member.process.kill()
-            member.process.wait()
+            member.process.wait(10.0)
             with contextlib.suppress(OSError):
                 member.calls.close()
             os.close(member.answers)
@@ -261,14 +260,9 @@ def _start(env: Mapping[str, str]) -> _Rank:
     calls_read, calls_write = os.pipe()
     answers_read, answers_write = os.pipe()
     output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the rank
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", _BOOT, __name__, __file__, str(calls_read), str(answers_write)],
-        pass_fds=(calls_read, answers_write),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=rank_environment(env),
-    )
+    whole = rank_environment(env)
+    files = (output.fileno(), output.fileno(), calls_read, answers_write)
+    process = nursery(whole).start(_BOOT, [__name__, __file__], whole, *files)
     os.close(calls_read)
     os.close(answers_write)
     return _Rank(process, os.fdopen(calls_write, "wb", buffering=0), answers_read, output)
@@ -317,31 +311,23 @@ def run_scripts(
     """
     begin = time.monotonic()
     files = [(tempfile.TemporaryFile(), tempfile.TemporaryFile()) for _ in sources]  # noqa: SIM115
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[Child] = []
+    ended: dict[int, float] = {}
     try:
         for index, source in enumerate(sources):
-            own = env[index] if isinstance(env, Sequence) else env
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, "-u", "-X", "faulthandler", "-c", source, *args],
-                    stdin=subprocess.DEVNULL,
-                    stdout=files[index][0],
-                    stderr=files[index][1],
-                    env=rank_environment(own),
-                )
-            )
-        ended: dict[int, float] = {}
+            own = rank_environment(env[index] if isinstance(env, Sequence) else env)
+            streams = (file.fileno() for file in files[index])
+            running.append(nursery(own).start(source, args, own, *streams))
         while len(ended) < len(running) and time.monotonic() - begin < timeout:
             for index, process in enumerate(running):
                 if index not in ended and process.poll() is not None:
                     ended[index] = time.monotonic() - begin
             time.sleep(0.01)
-    finally:
         codes = [process.poll() for process in running]
+    finally:
         for process in running:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            process.kill()
+            process.wait(10.0)
     return [
         ScriptResult(code, _text(out), _text(err), ended.get(index, timeout))
         for index, (code, (out, err)) in enumerate(zip(codes, files, strict=True))
@@ -420,7 +406,7 @@ def _call(module: str, path: str | None, name: str, context: RankContext, args: 
 
 def serve(calls: int, answers: int) -> None:
     """Run calls until the pipe ends. The life of a rank."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
 

@@ -14,9 +14,11 @@ import torch
 
 import train_gpt
 from gpt import GPT, Corpus, Shape, batches
+from tests.ranks import run_scripts
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
+AS_MAIN = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 LAUNCHERS = (
     "RANK",
@@ -49,6 +51,26 @@ def train(*options: str) -> str:
     return done.stdout
 
 
+def train_as_ranks(
+    port: int, ranks: int, *options: str, program: str = AS_MAIN
+) -> tuple[list[int | None], str]:
+    """Run the script as the ranks that a launcher would start. Returns: exit codes, and rank 0's output."""
+    env = [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(ranks)
+    ]
+    arguments = ["--size", "tiny", "--device", "cpu", *options]
+    done = run_scripts([program] * ranks, env=env, args=arguments, timeout=200.0)
+    return [each.exit_code for each in done], done[0].stdout + "".join(each.stderr for each in done)
+
+
 def number(pattern: str, text: str) -> float:
     match = re.search(pattern, text)
     assert match is not None, f"nothing like {pattern!r} in:\n{text}"
@@ -69,22 +91,25 @@ def test_default_run_learns_and_shows_all_it_promises(tmp_path: Path) -> None:
     assert all(json.loads(path.read_text())["traceEvents"] for path in traces)
 
 
-def test_loss_shown_is_the_mean_of_what_the_ranks_see() -> None:
+def test_loss_shown_is_the_mean_of_what_the_ranks_see(port: int) -> None:
     torch.manual_seed(3)
     shape = train_gpt.SHAPES["tiny"]
     text = Corpus.from_standard_library(train_gpt.CORPUS_BYTES).train
     model = GPT(shape)
     firsts = [next(batches(text, shape.context, 2, seed=3, rank=rank)) for rank in (0, 1)]
     losses = [model(*first).item() for first in firsts]
-    shown = train("--ranks", "2", "--steps", "1", "--batch-size", "2", "--seed", "3", "--no-compare-ddp")
+    options = ("--steps", "1", "--batch-size", "2", "--seed", "3", "--no-compare-ddp")
+    codes, shown = train_as_ranks(port, 2, *options)
+    assert codes == [0, 0], shown
     assert number(r"loss ([\d.]+)", shown) == pytest.approx(sum(losses) / 2, abs=6e-4)
     assert abs(losses[0] - losses[1]) > 2e-3  # else this would show nothing
     assert "torch DDP" not in shown
 
 
 @pytest.mark.parametrize(("algorithm", "ranks"), [("onebit_adam", 3), ("decentralized", 2)])
-def test_algorithms(algorithm: str, ranks: int) -> None:
-    shown = train("--ranks", "2", "--algorithm", algorithm, "--ranks", str(ranks), "--steps", "40")
+def test_algorithms(port: int, algorithm: str, ranks: int) -> None:
+    codes, shown = train_as_ranks(port, ranks, "--algorithm", algorithm, "--steps", "40", "--no-compare-ddp")
+    assert codes == [0] * ranks, shown
     assert f"{algorithm}, {ranks} rank(s)" in shown
     assert number(r"validation: ([\d.]+) bits per byte", shown) < 6.0
     if algorithm == "decentralized":
@@ -94,7 +119,10 @@ def test_algorithms(algorithm: str, ranks: int) -> None:
 
 
 def test_one_rank_needs_no_launcher() -> None:
-    shown = train("--ranks", "1", "--steps", "3")
+    options = ("--size", "tiny", "--device", "cpu", "--ranks", "1", "--steps", "3")
+    (done,) = run_scripts([AS_MAIN], args=options, timeout=200.0)
+    assert done.exit_code == 0, done.stderr
+    shown = done.stdout
     assert "bit-equal on 1 rank(s)" in shown
     assert "torch DDP" not in shown
 
@@ -105,21 +133,21 @@ def test_under_torchrun_it_is_one_of_the_ranks() -> None:
     assert done.stdout.count("bit-equal on 2 rank(s)") == 1
 
 
-def test_unequal_replicas_fail_the_run(tmp_path: Path) -> None:
-    spoiler = tmp_path / "spoiler.py"
-    spoiler.write_text(
-        "import os, sys; sys.path.insert(0, sys.argv.pop(1))\n"
-        "import train_gpt\n"
-        "train = train_gpt.train\n"
-        "def spoiled(options, model, *rest):\n"
-        "    train(options, model, *rest)\n"
-        "    model.norm.bias.data[3] += 2.0 ** -20 * (os.environ['RANK'] == '1')\n"
-        "train_gpt.train = spoiled\n"
-        "sys.exit(train_gpt.main())\n"
-    )
-    done = start(*TORCHRUN, "2", spoiler, SCRIPT.parent, "--size", "tiny", "--steps", "2", "--no-compare-ddp")
-    assert done.returncode != 0
-    assert "NOT bit-equal: 2 different ones, a weight differs between ranks by at most 9.5e-07" in done.stdout
+SPOILED = """
+import os, sys, train_gpt
+train = train_gpt.train
+def spoiled(options, model, *rest):
+    train(options, model, *rest)
+    model.norm.bias.data[3] += 2.0 ** -20 * (os.environ["RANK"] == "1")
+train_gpt.train = spoiled
+sys.exit(train_gpt.main())
+"""
+
+
+def test_unequal_replicas_fail_the_run(port: int) -> None:
+    codes, shown = train_as_ranks(port, 2, "--steps", "2", "--no-compare-ddp", program=SPOILED)
+    assert codes == [1, 1]
+    assert "NOT bit-equal: 2 different ones, a weight differs between ranks by at most 9.5e-07" in shown
 
 
 @pytest.mark.parametrize("wrong", ["--ranks 0", "--steps many", "--algorithm none", "--size huge"])

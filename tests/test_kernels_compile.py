@@ -15,6 +15,7 @@ import pytest
 from bagua_rt.backends import _nvrtc
 from bagua_rt.backends._nvrtc import ELEMENTS, OPERATIONS, KernelCache, Target, Variant, target_for, variants
 from bagua_rt.errors import BackendUnavailableError, NvrtcError, UsageError
+from tests.ranks import rank_environment
 
 KERNELS = _nvrtc.kernels_folder()
 KNOWN = [50, 60, 70, 75, 80, 86, 89, 90, 100, 101, 103, 120, 121]
@@ -257,6 +258,11 @@ def test_importing_needs_no_cuda() -> None:
     code = "import sys; sys.modules['cuda'] = None; import bagua_rt.backends._nvrtc as n\n"
     code += "try: n.nvrtc_version()\nexcept n.BackendUnavailableError as error: print(error)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", code],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
     assert "bagua-rt[cu12]" in done.stdout

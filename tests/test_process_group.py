@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 Pools = Callable[[int], "RankPool"]
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @contextlib.contextmanager
 def environment(**variables: Any) -> Iterator[None]:
     """The variables of a launcher, and no others', for a while."""

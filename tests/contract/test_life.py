@@ -42,11 +42,11 @@ def settled(count: Callable[[], int], at_most: int) -> int:
 
 
 def cycles(ctx: RankContext, backend: str) -> None:
-    """Fifty communicators later, file descriptors and threads are what they were."""
+    """Twenty communicators later, file descriptors and threads are what they were."""
     with world(ctx, backend) as w:
         t = w.tensor([1.0])
         files = threads = 0
-        for k in range(52):
+        for k in range(22):
             comm = w.backend.connect(ctx.store(), w.rank, w.size, f"c{k % 5}", w.lanes, timeout_s=20)
             for lane in w.lanes:
                 comm.all_reduce_(t, "avg", stream=lane).wait()

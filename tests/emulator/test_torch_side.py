@@ -60,7 +60,9 @@ def run_reuse(_rank: int, _world: int) -> dict[str, Any]:
 
     places = {t.data_ptr() for t in lanes}
     lanes.clear()
-    found["a lane's places used again"] = len(places & {torch.empty(4096 // 4).data_ptr() for _ in range(MANY)})
+    found["a lane's places used again"] = len(
+        places & {torch.empty(4096 // 4).data_ptr() for _ in range(MANY)}
+    )
 
     side.run(one, lambda: x.add_(1))
     launch(x)

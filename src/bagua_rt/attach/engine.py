@@ -21,7 +21,7 @@ from bagua_rt.attach.backward import EndOfBackward, is_running
 from bagua_rt.attach.generation import Generation, Options
 from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.place import place_of
-from bagua_rt.attach.untraced import untraced, untraced_frame
+from bagua_rt.attach.untraced import skip_frames, untraced, untraced_frame
 from bagua_rt.bucket import Bucket
 from bagua_rt.control import Control, LedgerEntry, LedgerResult, PendingMax, pack, unpack
 from bagua_rt.errors import BaguaError, InternalError, UsageError
@@ -48,6 +48,7 @@ class Engine:
     """
 
     def __init__(self, layout: Layout, pipeline: Pipeline, control: Control, options: Options) -> None:
+        skip_frames()
         self.layout = layout
         self.pipeline = pipeline
         self.generations = 0
