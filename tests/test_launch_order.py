@@ -34,7 +34,6 @@ def test_any_readiness_gives_the_same_launches(
             ready = set(readiness[:count])
             prefix = next((i for i in range(len(lanes)) if i not in ready), len(lanes))
             assert [index for index, _ in launched] == list(range(prefix)), "all that may launch, and no more"
-            assert order.waiting_for() == [i for i in range(len(lanes)) if i not in ready]
             for index, _ in launched:
                 if index not in done and data.draw(st.booleans()):
                     order.mark_done(index)

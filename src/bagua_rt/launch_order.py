@@ -73,10 +73,6 @@ class LaunchOrder:
         """The state of `bucket`."""
         return self._states[bucket]
 
-    def waiting_for(self) -> list[int]:
-        """The buckets that are not ready yet, in launch order."""
-        return [index for index, state in enumerate(self._states) if state is BucketState.PENDING]
-
     def _move(self, bucket: int, old: BucketState, new: BucketState) -> None:
         if not 0 <= bucket < len(self._states):
             raise IllegalTransitionError(f"there is no bucket {bucket} among {len(self._states)}")
