@@ -378,7 +378,7 @@ def test_nobody_listening_is_a_timeout_without_noise(port: int, capfd: pytest.Ca
     assert kind == "CollectiveTimeoutError"
     assert f"the rendezvous at 127.0.0.1:{port} can't be reached" in text
     assert "refused" in text
-    assert 1.0 <= took_s < 3.0
+    assert 1.0 <= took_s < 6.0
     assert capfd.readouterr().err == ""
 
 
@@ -387,7 +387,7 @@ def test_a_program_that_does_not_answer_is_not_waited_for(port: int) -> None:
         kind, text, took_s = attempt(port, 1, 2, search_s=1.0)
     assert kind == "CollectiveTimeoutError"
     assert "got a program that does not answer as a store" in text
-    assert took_s < 3.0
+    assert took_s < 6.0
 
 
 def claims(
