@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagua_rt import process_group
-from bagua_rt.control import Control, FailureBoard, LedgerEntry, LedgerResult, pack, unpack
+from bagua_rt.control import Control, FailureBoard, LedgerEntry, LedgerResult, Place, pack, unpack
 from bagua_rt.errors import ClosedError, CollectiveTimeoutError, LayoutMismatchError, PeerError
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def test_one_rank_alone_says_what_it_said() -> None:
         generation_differs=False,
         stage_differs=False,
         plan_differs=False,
+        steps_differ=False,
+        place_differs=False,
         missing_somewhere=[0, 2],
         missing_everywhere=[0, 2],
         any_aborted=True,
@@ -51,12 +53,16 @@ def test_one_rank_alone_says_what_it_said() -> None:
         (LedgerEntry(2**40), LedgerEntry(0), "generation"),
         (LedgerEntry(1, stage=0), LedgerEntry(1, stage=1), "stage"),
         (LedgerEntry(1, plan_digest=b"\0" * 8), LedgerEntry(1, plan_digest=b"\0" * 7 + b"\1"), "plan"),
+        (LedgerEntry(1, place=Place.STEP), LedgerEntry(1), "place"),
+        (LedgerEntry(1, steps=b"\0" * 8), LedgerEntry(1, steps=b"\xff" * 8), "steps"),
+        (LedgerEntry(1, finished=True), LedgerEntry(1, steps=b"\xff" * 8), ""),
         (LedgerEntry(1), LedgerEntry(1), ""),
     ],
 )
 def test_a_difference_is_found_and_named(one: LedgerEntry, other: LedgerEntry, differing: str) -> None:
     found = together(one, other, one)
-    said = {name for name in ("generation", "stage", "plan") if getattr(found, f"{name}_differs")}
+    said = {name for name in ("generation", "stage", "plan", "place") if getattr(found, f"{name}_differs")}
+    said |= {"steps"} if found.steps_differ else set()
     assert said == ({differing} if differing else set())
 
 
@@ -74,6 +80,8 @@ def ranks_entries(draw: st.DrawFn) -> list[LedgerEntry]:
             draw(st.booleans()),
             draw(st.booleans()),
             draw(st.booleans()),
+            bytes([draw(small)] * 8),
+            draw(st.sampled_from(Place)),
         )
         for _ in range(count)
     ]
@@ -83,11 +91,13 @@ def ranks_entries(draw: st.DrawFn) -> list[LedgerEntry]:
 def test_all_ranks_together_against_the_definition(entries: list[LedgerEntry]) -> None:
     found = together(*entries)
     parameters = range(len(entries[0].missing))
-    with_data = [e for e in entries if not e.finished]  # the others say nothing about gradients
+    with_data = [e for e in entries if not e.finished]  # the others say nothing about gradients and steps
     assert found == LedgerResult(
         generation_differs=len({e.generation for e in entries}) > 1,
         stage_differs=len({e.stage for e in entries}) > 1,
         plan_differs=len({e.plan_digest for e in entries}) > 1,
+        steps_differ=len({e.steps for e in with_data}) > 1,
+        place_differs=len({e.place for e in entries}) > 1,
         missing_somewhere=[i for i in parameters if any(e.missing[i] for e in with_data)],
         missing_everywhere=[i for i in parameters if all(e.missing[i] for e in with_data)],
         any_aborted=any(e.aborted for e in entries),

@@ -34,24 +34,44 @@ def agree_on(lines: Sequence[Line], control: Control) -> None:
         LayoutMismatchError: on every rank; names the first difference and the odd ranks.
     """
     payload = json.dumps(lines).encode()
-    if len(set(control.agree("layout digest", hashlib.sha256(payload).digest()))) == 1:
-        return
-    of_rank: list[list[Line]] = [
-        [(subject, value) for subject, value in json.loads(answer)]
-        for answer in control.agree("layout", payload)
-    ]
-    position = next(i for i in range(max(map(len, of_rank))) if len({_at(lines, i) for lines in of_rank}) > 1)
-    here = [_at(lines, position) for lines in of_rank]
-    subjects = [{subject for subject, _ in lines} for lines in of_rank]
-    if partial := [line[0] for line in here if any(line[0] not in known for known in subjects)]:
-        here = [(partial[0], dict(lines).get(partial[0], "nothing of that name")) for lines in of_rank]
-    usual = _most_common(here)
-    odd = {rank: line for rank, line in enumerate(here) if line != usual}
-    raise LayoutMismatchError(
-        f"the ranks differ, first in {usual[0]}",
-        expected=f"{_text(usual, usual)} on every rank, as on rank {here.index(usual)}",
+    if len(set(control.agree("layout digest", hashlib.sha256(payload).digest()))) > 1:
+        of_rank = gather(lines, control, "layout")
+        raise difference(
+            dict(enumerate(of_rank)),
+            "the ranks differ",
+            fix="build the same model, with the same arguments, and run the same steps on every rank",
+        )
+
+
+def gather(lines: Sequence[Line], control: Control, topic: str) -> list[list[Line]]:
+    """Every rank's lines, by rank."""
+    answers = control.agree(topic, json.dumps(lines).encode())
+    return [[(subject, value) for subject, value in json.loads(answer)] for answer in answers]
+
+
+def difference(of_rank: Mapping[int, Sequence[Line]], what: str, *, fix: str) -> LayoutMismatchError:
+    """The error that names the first difference between ranks' lines, and the odd ranks.
+
+    Args:
+        of_rank: The lines of each rank that has a say; not all are equal.
+        what: What is wrong, to be read before ", first in …".
+        fix: What the reader can do.
+    """
+    longest = max(map(len, of_rank.values()))
+    position = next(i for i in range(longest) if len({_at(lines, i) for lines in of_rank.values()}) > 1)
+    here = {rank: _at(lines, position) for rank, lines in of_rank.items()}
+    subjects = [{subject for subject, _ in lines} for lines in of_rank.values()]
+    if partial := [line[0] for line in here.values() if any(line[0] not in known for known in subjects)]:
+        absent = "nothing of that name"
+        here = {rank: (partial[0], dict(lines).get(partial[0], absent)) for rank, lines in of_rank.items()}
+    usual = _most_common(list(here.values()))
+    first = next(rank for rank, line in here.items() if line == usual)
+    odd = {rank: line for rank, line in here.items() if line != usual}
+    return LayoutMismatchError(
+        f"{what}, first in {usual[0]}",
+        expected=f"{_text(usual, usual)} on every rank, as on rank {first}",
         got="; ".join(f"{_text(line, usual)} on rank {rank}" for rank, line in odd.items()),
-        fix="build the same model, with the same arguments, and run the same steps on every rank",
+        fix=fix,
     )
 
 
@@ -60,7 +80,7 @@ def _at(lines: Sequence[Line], position: int) -> Line:
 
 
 def _most_common(lines: Sequence[Line]) -> Line:
-    """What most ranks have; rank 0's where no majority says otherwise."""
+    """What most ranks have; the first's where no majority says otherwise."""
     line, count = Counter(lines).most_common(1)[0]
     return line if count > lines.count(lines[0]) else lines[0]
 

@@ -170,6 +170,7 @@ def _install(
     hooks.install_on_module(model, attachment.before_forward)
     for optimizer in optimizers:
         hooks.install_on_optimizer(optimizer, engine)
+    hooks.install_on_all_optimizers(engine)
     hooks.mark(model, attachment)
     attachment.resources.describe = engine.describe
     resources = attachment.resources

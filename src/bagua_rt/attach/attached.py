@@ -83,6 +83,7 @@ class Attachment:
     def _broadcast(self, buffers: TensorReplicator) -> None:
         current = self.current_buffers()
         self._refuse_other_buffers(current)
+        self.engine.meet_before_buffers()
         buffers.pack(current)
         self.engine.pipeline.call("the buffers", lambda lane: buffers.queue(self.context.world, lane))
         buffers.unpack()
@@ -351,7 +352,7 @@ class Attached:
             engine.layout.use_order(_indices(engine.layout, state["order"]))
         index_of = {name: i for i, name in enumerate(engine.layout.names)}
         engine.ready_order = [index_of[name] for name in state["ready_order"] if name in index_of]
-        engine.generations = int(state["generations"])
+        engine.accord.generation = int(state["generations"])
         if state["world_size"] == self._attachment.context.world_size:
             engine.layout.load_algorithm_state(state["state"])
         else:

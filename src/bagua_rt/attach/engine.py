@@ -17,13 +17,14 @@ import torch
 
 from bagua_rt.algorithms.base import AlgorithmState, LaunchOn
 from bagua_rt.attach import verdict
+from bagua_rt.attach.accord import Accord
 from bagua_rt.attach.backward import EndOfBackward, is_running
 from bagua_rt.attach.generation import Generation, Options
 from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.place import place_of
 from bagua_rt.attach.untraced import skip_frames, untraced, untraced_frame
 from bagua_rt.bucket import Bucket
-from bagua_rt.control import Control, LedgerEntry, LedgerResult, PendingMax, pack, unpack
+from bagua_rt.control import Control, LedgerResult, PendingMax, Place
 from bagua_rt.errors import BaguaError, InternalError, UsageError
 from bagua_rt.scheduler import Pipeline
 
@@ -41,19 +42,19 @@ class Engine:
         options: What attach() was asked for.
 
     Attributes:
-        generations: How many generations there were.
         is_synchronised: False within no_sync().
         ready_order: The parameters in the order of the last generation's gradients.
         join: The join() that is in force.
+        accord: What this rank and the others tell each other.
     """
 
     def __init__(self, layout: Layout, pipeline: Pipeline, control: Control, options: Options) -> None:
         skip_frames()
         self.layout = layout
         self.pipeline = pipeline
-        self.generations = 0
         self.is_synchronised = True
         self.join: Join | None = None
+        self.accord = Accord(layout, pipeline, control)
         self._control = control
         self._options = options
         self._generation: Generation | None = None
@@ -63,7 +64,13 @@ class Engine:
         self._round_after_step_is_due = False
         self._stepped: set[int] = set()
         self._step_error: BaguaError | None = None
+        self._step_ledger: PendingMax | None = None
         self._thread = threading.get_ident()
+
+    @property
+    def generations(self) -> int:
+        """How many generations there were."""
+        return self.accord.generation
 
     @property
     def state(self) -> AlgorithmState:
@@ -81,6 +88,7 @@ class Engine:
         self.settle()
         self.layout.replace_state(state)
         self._step_is_due = False
+        self.accord.steps.forget()
 
     # ---- a generation -----------------------------------------------------------------------------------
 
@@ -132,6 +140,8 @@ class Engine:
     def _open(self) -> Generation:
         if self.join is not None:
             self.join.announce()
+        if self._step_is_due:  # skipped: on all ranks, or one alone would never meet the others again
+            self.accord.meet(Place.BEGINNING)
         self.settle()
         self.layout.follow_the_model()
         if self.generations == 1 and not self.layout.has_ready_order and self.state.source == "gradient":
@@ -207,26 +217,17 @@ class Engine:
         nonfinite = bool(generation.nonfinite)
         if generation.launch_on is LaunchOn.STEP_PRE and self.state.source == "gradient":
             nonfinite = not self.layout.gradients.are_finite()
-        with self._fatal():
-            ledger = self._control.launch_max(pack(self._entry(missing, nonfinite=nonfinite)))
+        with self.accord.fatal():
+            ledger = self.accord.launch(missing, nonfinite=nonfinite)
             if not self.layout.is_confirmed:  # else ranks with different buckets would meet in one collective
-                self._read(ledger)
+                self.accord.read(ledger)
                 self.layout.is_confirmed = True
             if self.layout.plan.sparse:
                 self.layout.sparse.add_up(self.state.sparse_scale * self._correction())
             if launches:
                 self._stage_rest(generation)
-                self.pipeline.wait(lambda: self._look_into(ledger))
-            return self._read(ledger)
-
-    @contextmanager
-    def _fatal(self) -> Iterator[None]:
-        """An error in here leaves the ranks in different places: it ends the attachment on all of them."""
-        try:
-            yield
-        except BaguaError as error:
-            self.pipeline.fail(error)
-            raise
+                self.pipeline.wait(lambda: self.accord.look_into(ledger))
+            return self.accord.read(ledger)
 
     def _correction(self) -> float:
         return 1.0 if self.join is None else self.join.correction
@@ -239,43 +240,10 @@ class Engine:
                 missing[i] = not generation.seen[i] and not accumulated
         return missing
 
-    def _entry(
-        self,
-        missing: Sequence[bool],
-        *,
-        nonfinite: bool = False,
-        aborted: bool = False,
-        finished: bool = False,
-    ) -> LedgerEntry:
-        return LedgerEntry(
-            generation=self.generations,
-            stage=self.layout.stage,
-            plan_digest=self.layout.plan.digest,
-            missing=missing,
-            aborted=aborted,
-            nonfinite=nonfinite,
-            finished=finished,
-        )
-
-    def _look_into(self, ledger: PendingMax) -> None:
-        """While data is waited for: ranks that differ launch different things, so say so at once."""
-        if ledger.is_done():
-            verdict.raise_if_out_of_step(unpack(ledger.wait()), self._control, self._place)
-
-    def _read(self, ledger: PendingMax) -> LedgerResult:
-        result = unpack(ledger.wait())
-        verdict.raise_if_out_of_step(result, self._control, self._place)
-        return result
-
-    def _place(self) -> list[tuple[str, str]]:
-        """Where this rank is, for comparing with the others once they are known to differ."""
-        mine = {"the generation": self.generations, "the stage of the algorithm": self.layout.stage}
-        return [*((what, str(value)) for what, value in mine.items()), *self.layout.describe()]
-
     def _close_generation(self) -> None:
         self._generation = None
         self._unsynchronised.clear()
-        self.generations += 1
+        self.accord.generation += 1
 
     def _judge(self, result: LedgerResult, missing: Sequence[bool], generation: Generation) -> None:
         verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
@@ -320,28 +288,28 @@ class Engine:
 
     def shadow_generation(self) -> None:
         """Go through a generation of the other ranks with nothing to add: this rank has no more data."""
-        generation = self._open()
-        result = self._complete_with_zeros(generation, finished=True)
+        self.accord.has_data = False
+        try:
+            result = self._complete_with_zeros(self._open())
+        finally:
+            self.accord.has_data = True
         self._close_generation()
         verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
         self.state.commit()
 
-    def _complete_with_zeros(
-        self, generation: Generation, *, aborted: bool = False, finished: bool = False
-    ) -> LedgerResult:
+    def _complete_with_zeros(self, generation: Generation, *, aborted: bool = False) -> LedgerResult:
         launches = generation.launches_in_backward
         for index, staged in enumerate(generation.staged):
             if launches and not staged:
                 self.buckets[index].flat.zero_()
                 self.pipeline.ready(index)
-        with self._fatal():
-            nothing = [False] * len(self.layout.params)
-            ledger = self._control.launch_max(pack(self._entry(nothing, aborted=aborted, finished=finished)))
+        with self.accord.fatal():
+            ledger = self.accord.launch(aborted=aborted)
             if self.layout.plan.sparse:
                 self.layout.sparse.add_nothing()
             if launches:
-                self.pipeline.wait(lambda: self._look_into(ledger))
-            return self._read(ledger)
+                self.pipeline.wait(lambda: self.accord.look_into(ledger))
+            return self.accord.read(ledger)
 
     # ---- forward and step -------------------------------------------------------------------------------
 
@@ -363,6 +331,11 @@ class Engine:
         ):
             self._open()
 
+    def meet_before_buffers(self) -> None:
+        """All ranks will send buffers now; where they may be in a step instead, make sure that none is."""
+        if self._step_is_due:
+            self.accord.meet(Place.FORWARD)
+
     def settle(self) -> None:
         """Wait for the round that is outstanding, if one is, and do the one that follows the step."""
         self._finish_round()
@@ -372,10 +345,18 @@ class Engine:
 
     def _finish_round(self) -> None:
         if self.pipeline.is_open:
-            self.pipeline.wait()
+            if (ledger := self._step_ledger) is None:
+                self.pipeline.wait()
+            else:
+                with self.accord.fatal():
+                    self.pipeline.wait(lambda: self.accord.look_into(ledger))
+                    self.accord.read(ledger)
+                self._step_ledger = None
             self.state.commit()
 
     def _launch_round(self) -> None:
+        if self._step_is_due:  # a rank that skips this step alone says so with its next generation's ledger
+            self._step_ledger = self.accord.launch(place=Place.STEP)
         self._step_is_due = self._round_after_step_is_due = False
         self.pipeline.begin()
         for bucket in self.buckets:

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bagua_rt.attach.backward import is_running
 from bagua_rt.attach.engine import Engine
+from bagua_rt.attach.untraced import untraced
 from bagua_rt.optim.paired import PairedOptimizer
 
 
@@ -111,6 +113,15 @@ class Hooks:
         else:
             self._removables.append(optimizer.register_step_pre_hook(Hook(before)))
         self._removables.append(optimizer.register_step_post_hook(Hook(after)))
+
+    def install_on_all_optimizers(self, engine: Engine) -> None:
+        """Count the steps of optimizers that attach() was not given, too."""
+
+        @untraced
+        def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            engine.accord.steps.count(optimizer)
+
+        self._removables.append(register_optimizer_step_post_hook(after))
 
     def mark(self, module: nn.Module, attachment: object) -> None:
         """Let `module` know its attachment, so that a second one can replace it; a copy doesn't know it."""

@@ -76,6 +76,7 @@ class Join:
             self._attachment.broadcast_buffers()
             self._attachment.engine.shadow_generation()
         self._take_model(root=before[-1])
+        self._attachment.engine.accord.steps.forget()
 
     def _exchange(self, *, has_data: bool) -> None:
         answers = self._attachment.resources.control.agree("join", b"1" if has_data else b"0")

@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from bagua_rt.attach.agreement import agree_on
+from bagua_rt.attach.agreement import Line, agree_on, difference, gather
 from bagua_rt.control import Control, LedgerResult
 from bagua_rt.errors import LayoutMismatchError, PeerError, UnusedParameterError, UsageError
 
 _SHOWN = 5
 
 
-def raise_if_out_of_step(
-    result: LedgerResult, control: Control, place: Callable[[], Sequence[tuple[str, str]]]
-) -> None:
-    """Raise if the ranks are not in one generation, with one plan, in one stage.
+def raise_if_out_of_step(result: LedgerResult, control: Control, place: Callable[[], Sequence[Line]]) -> None:
+    """Raise if the ranks are not at one point of one generation, with one plan, in one stage.
 
     Args:
         result: The reduced ledger.
@@ -33,6 +31,7 @@ def raise_if_out_of_step(
         "generation": result.generation_differs,
         "stage of the algorithm": result.stage_differs,
         "bucket plan": result.plan_differs,
+        "place": result.place_differs,
     }
     if differing := [what for what, differs in parts.items() if differs]:
         agree_on(place(), control)
@@ -41,6 +40,29 @@ def raise_if_out_of_step(
             expected="every rank to run the same synchronised backwards and the same switches",
             fix="look for a rank that ran an extra or one backward less, or loaded another checkpoint",
         )
+
+
+def raise_if_steps_differ(
+    result: LedgerResult, control: Control, steps: Callable[[], Sequence[Line]]
+) -> None:
+    """Raise if a rank's optimizers have stepped more or less often than the others', or otherwise.
+
+    Args:
+        result: The reduced ledger.
+        control: The control lane.
+        steps: Says how far this rank's optimizers are; nothing on a rank without data.
+
+    Raises:
+        LayoutMismatchError: they have: the replicas have gone apart.
+    """
+    if not result.steps_differ:
+        return
+    of_rank = gather(steps(), control, "the steps")
+    raise difference(
+        {rank: lines for rank, lines in enumerate(of_rank) if lines},
+        "the ranks' optimizers have gone apart, and the weights with them",
+        fix="let every rank step, skip and schedule alike; close() and attach() again start from rank 0's",
+    )
 
 
 def raise_if_given_up(result: LedgerResult, control: Control, generation: int, *, is_mine: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bagua_rt.control.failure_board import FailureBoard
 from bagua_rt.control.lane import Control, PendingMax
-from bagua_rt.control.ledger import LedgerEntry, LedgerResult, pack, unpack
+from bagua_rt.control.ledger import LedgerEntry, LedgerResult, Place, pack, unpack
 from bagua_rt.control.patience import Patience
 from bagua_rt.control.roll_call import RollCall, told
 
@@ -20,6 +20,7 @@ __all__ = [
     "LedgerResult",
     "Patience",
     "PendingMax",
+    "Place",
     "RollCall",
     "pack",
     "told",

@@ -11,9 +11,22 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import torch
+
+
+class Place(Enum):
+    """Where a rank is when it writes its entry."""
+
+    BACKWARD = "the end of a backward"
+    BEGINNING = "the beginning of a backward, with no step since the last"
+    FORWARD = "a forward, with no step since the last backward"
+    STEP = "optimizer.step()"
+
+
+_PLACES = {place: number for number, place in enumerate(Place)}
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,8 @@ class LedgerEntry:
         aborted: Was the backward left by an exception?
         nonfinite: Was something not finite?
         finished: Has this rank no more data?
+        steps: 8 bytes that stand for how far the optimizers have gone.
+        place: Where this rank is.
     """
 
     generation: int
@@ -37,6 +52,8 @@ class LedgerEntry:
     aborted: bool = False
     nonfinite: bool = False
     finished: bool = False
+    steps: bytes = bytes(8)
+    place: Place = Place.BACKWARD
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,8 @@ class LedgerResult:
         generation_differs: The ranks are in different generations.
         stage_differs: They want different stages.
         plan_differs: They have different bucket plans.
+        steps_differ: Of those that have data, the optimizers have gone differently far.
+        place_differs: They are at different places.
         missing_somewhere: Parameters without a gradient on at least one rank, ascending.
         missing_everywhere: Parameters without a gradient on any rank, ascending.
         any_aborted: Some rank left the backward by an exception.
@@ -59,6 +78,8 @@ class LedgerResult:
     generation_differs: bool
     stage_differs: bool
     plan_differs: bool
+    steps_differ: bool
+    place_differs: bool
     missing_somewhere: list[int]
     missing_everywhere: list[int]
     any_aborted: bool
@@ -68,8 +89,8 @@ class LedgerResult:
     all_finished: bool
 
 
-_LEDGER_HEAD = struct.Struct("<QI8s???")
-_STAGE, _PLAN, _FLAGS, _HEAD = 8, 12, 20, _LEDGER_HEAD.size
+_LEDGER_HEAD = struct.Struct("<QI8s???B8s")
+_STAGE, _PLAN, _FLAGS, _PLACE, _STEPS, _HEAD = 8, 12, 20, 23, 24, _LEDGER_HEAD.size
 
 
 def pack(entry: LedgerEntry) -> torch.Tensor:
@@ -82,14 +103,21 @@ def pack(entry: LedgerEntry) -> torch.Tensor:
         struct.error: a number is out of range.
     """
     head = _LEDGER_HEAD.pack(
-        entry.generation, entry.stage, entry.plan_digest, entry.aborted, entry.nonfinite, entry.finished
+        entry.generation,
+        entry.stage,
+        entry.plan_digest,
+        entry.aborted,
+        entry.nonfinite,
+        entry.finished,
+        _PLACES[entry.place],
+        entry.steps,
     )
     own = np.frombuffer(head + bytes(entry.missing), dtype=np.uint8)
     both = np.empty(2 * own.size, dtype=np.uint8)
     both[: own.size] = own
     np.subtract(255, own, out=both[own.size :])
-    if entry.finished:  # neutral: a rank without data says nothing about who lacks a gradient
-        both[_HEAD : own.size] = both[own.size + _HEAD :] = 0
+    if entry.finished:  # neutral: a rank without data says nothing about who lacks a gradient, or has stepped
+        both[_STEPS : own.size] = both[own.size + _STEPS :] = 0
     return torch.from_numpy(both)
 
 
@@ -99,12 +127,14 @@ def unpack(reduced: torch.Tensor) -> LedgerResult:
     differs = high != 255 - low  # somewhere larger than somewhere else
     somewhere = np.flatnonzero(high[_HEAD:]).tolist()
     everywhere = np.flatnonzero(low[_HEAD:] != 255).tolist()
-    aborted, nonfinite, finished = (bool(flag) for flag in high[_FLAGS:_HEAD])
-    all_aborted, _, all_finished = (bool(flag != 255) for flag in low[_FLAGS:_HEAD])
+    aborted, nonfinite, finished = (bool(flag) for flag in high[_FLAGS:_PLACE])
+    all_aborted, _, all_finished = (bool(flag != 255) for flag in low[_FLAGS:_PLACE])
     return LedgerResult(
         generation_differs=bool(differs[:_STAGE].any()),
         stage_differs=bool(differs[_STAGE:_PLAN].any()),
         plan_differs=bool(differs[_PLAN:_FLAGS].any()),
+        steps_differ=not all_finished and bool(differs[_STEPS:_HEAD].any()),
+        place_differs=bool(differs[_PLACE]),
         missing_somewhere=somewhere,
         missing_everywhere=everywhere,
         any_aborted=aborted,
