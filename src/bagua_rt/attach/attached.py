@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -183,14 +183,41 @@ def _collected(attachment: Attachment, name: str) -> None:
 class Attached:
     """A model that trains data-parallel. Made by `attach`; keep it as long as the model trains.
 
-    The model stays the object it was. Also a context manager, which closes it.
+    The model stays the object it was. Also a context manager, which closes it. A copied or unpickled handle
+    is as one that was closed: it belongs to a copy of a model, which is not attached.
     """
 
     def __init__(self, attachment: Attachment, name: str) -> None:
-        self._attachment = attachment
+        self._made: Attachment | None = attachment
         self._name = name
         finalizer = weakref.finalize(self, _collected, attachment, name)
         finalizer.atexit = False
+
+    @classmethod
+    def _copied(cls, name: str) -> Attached:
+        copied = cls.__new__(cls)
+        copied._made, copied._name = None, name
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
+        return self._copied(self._name)
+
+    def __reduce__(self) -> tuple[Callable[[str], Attached], tuple[str]]:
+        return self._copied, (self._name,)
+
+    @property
+    def _attachment(self) -> Attachment:
+        if self._made is None:
+            raise ClosedError(
+                f"this is a copy of the handle of {self._name}, whose model is a copy that is not attached",
+                fix="call attach() for the copy of the model",
+            )
+        return self._made
+
+    @property
+    def is_closed(self) -> bool:
+        """Is the model no longer attached?"""
+        return self._made is None or self._made.is_closed
 
     @property
     def algorithm(self) -> Algorithm:
@@ -364,7 +391,8 @@ class Attached:
 
     def close(self) -> None:
         """End the attachment: model and optimizers are as they were; gradients stay readable. Idempotent."""
-        self._attachment.detach(orderly=True)
+        if self._made is not None:
+            self._made.detach(orderly=True)
 
     def _open(self) -> Attachment:
         if self._attachment.is_closed:

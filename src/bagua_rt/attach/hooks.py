@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -21,10 +22,10 @@ class _Removable(Protocol):
 
 
 class Hook:
-    """A hook that a copied or pickled model does not take along: there it does nothing.
+    """A hook that a copied or pickled model does not take along: there it only takes itself out.
 
     Args:
-        body: What to call; None does nothing.
+        body: What to call; None in a copy.
     """
 
     def __init__(self, body: Callable[..., None] | None = None) -> None:
@@ -33,6 +34,10 @@ class Hook:
     def __call__(self, *args: Any) -> None:
         if self._body is not None:
             self._body(*args)
+        elif args and isinstance(args[0], nn.Module):
+            hooks = args[0]._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook()
@@ -41,26 +46,14 @@ class Hook:
         return Hook, ()
 
 
-class _Mark:
-    """A reference that a copied or pickled model does not take along."""
-
-    def __init__(self, attachment: object = None) -> None:
-        self.attachment = attachment
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
-        return _Mark()
-
-    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
-        return _Mark, ()
+# By id, which no other model can have while an attachment holds this one. Nothing stands in the model itself,
+# so that its copies and pickles are plain models.
+_attachments: WeakValueDictionary[int, object] = WeakValueDictionary()
 
 
 def attachment_of(module: nn.Module) -> object:
-    """The attachment that `module` was marked with; None without one."""
-    mark = module.__dict__.get(_MARK)
-    return mark.attachment if isinstance(mark, _Mark) else None
-
-
-_MARK = "_bagua_rt_attachment"
+    """The attachment of `module` itself; None without one."""
+    return _attachments.get(id(module))
 
 
 def is_attached(param: torch.Tensor) -> bool:
@@ -124,14 +117,14 @@ class Hooks:
         self._removables.append(register_optimizer_step_post_hook(after))
 
     def mark(self, module: nn.Module, attachment: object) -> None:
-        """Let `module` know its attachment, so that a second one can replace it; a copy doesn't know it."""
-        module.__dict__[_MARK] = _Mark(attachment)
+        """Remember the attachment of `module`, so that a second one can replace it."""
+        _attachments[id(module)] = attachment
         self._marked.append(module)
 
     def remove(self) -> None:
         """Remove every hook. Idempotent."""
         while self._marked:
-            self._marked.pop().__dict__.pop(_MARK, None)
+            _attachments.pop(id(self._marked.pop()), None)
         while self._removables:
             self._removables.pop().remove()
         while self._paired:
