@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def saved(model: nn.Module) -> nn.Module:
     return loaded
 
 
-WAYS = {
+WAYS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "torch.save": saved,
@@ -171,7 +172,7 @@ def pickled_apart(ctx: RankContext) -> dict[str, Any]:
         assert pair is not None
         model = bagua.DistributedDataParallel(Two(), process_group=pair)
         found["own group"] = caught(lambda: pickle.dumps(model))
-        copied = copy.deepcopy(model)
+        copied: Any = copy.deepcopy(model)
         copied(feed(ctx)).sum().backward()
         found["copied"] = grad(copied.module.a.weight)
         text = pickle.dumps(bagua.DistributedDataParallel(Two()))
@@ -207,7 +208,7 @@ def test_a_pickle_needs_the_default_group_and_finds_it_again(pool: RankPool) -> 
 def round_trips(ctx: RankContext) -> list[list[float]]:
     """Weights go from a wrapper to an attached model, to a plain one, and back."""
     with group(ctx):
-        wrapper = bagua.DistributedDataParallel(One())
+        wrapper: Any = bagua.DistributedDataParallel(One())
         with torch.no_grad():
             wrapper.module.a.weight.fill_(7.0)
         state = wrapper.state_dict()
@@ -222,7 +223,7 @@ def round_trips(ctx: RankContext) -> list[list[float]]:
         file.seek(0)
         fresh = One()
         fresh.load_state_dict(torch.load(file))
-        again = bagua.DistributedDataParallel(One())
+        again: Any = bagua.DistributedDataParallel(One())
         again.load_state_dict(state)
         again(feed(ctx)).sum().backward()
         models = (attached, fresh, again.module)
