@@ -105,6 +105,11 @@ class Accord:
             self._pipeline.fail(error)
             raise
 
+    def describe(self) -> list[Line]:
+        """Where this rank is, between two generations."""
+        steps = self.steps.describe() if self._layout.state.bit_equal else []
+        return [("the generation", str(self.generation)), *steps]
+
     def _lines(self) -> list[Line]:
         """Where this rank is, for comparing with the others once they are known to differ."""
         mine = {

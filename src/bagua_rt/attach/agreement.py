@@ -11,7 +11,7 @@ import torch
 
 from bagua_rt.attach.names import NamedTensors
 from bagua_rt.control import Control
-from bagua_rt.errors import LayoutMismatchError
+from bagua_rt.errors import LayoutMismatchError, UsageError
 
 Line = tuple[str, str]
 """What it is about ("parameter 'a.weight'"), and what this rank has there."""
@@ -40,6 +40,31 @@ def agree_on(lines: Sequence[Line], control: Control) -> None:
             dict(enumerate(of_rank)),
             "the ranks differ",
             fix="build the same model, with the same arguments, and run the same steps on every rank",
+        )
+
+
+def agree_on_success(what: str, error: Exception | None, control: Control) -> None:
+    """Each rank says whether `what` went well so far; where it did not on one, no rank goes on.
+
+    Args:
+        what: A call, as the trainer wrote it.
+        error: What it met on this rank.
+        control: The control lane.
+
+    Raises:
+        Exception: `error` itself, on a rank that met one.
+        UsageError: on the other ranks; tells what was met, and where.
+    """
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    texts = control.agree(f"the outcome of {what}", text.encode())
+    if error is not None:
+        raise error
+    if met := {rank: text.decode(errors="replace") for rank, text in enumerate(texts) if text}:
+        raise UsageError(
+            f"{what} was refused on rank {', '.join(map(str, met))}",
+            expected="a call that every rank can follow",
+            got="; ".join(f"rank {rank}: {text}" for rank, text in met.items()),
+            fix="mend the call on that rank, then repeat it on all",
         )
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Sequence
+from typing import Literal, cast
 
 import torch
 from torch import nn
 
 from bagua_rt.algorithms.base import Algorithm, Context
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
-from bagua_rt.attach.agreement import agree_on, describe
+from bagua_rt.attach.agreement import agree_on_success, describe
 from bagua_rt.attach.attached import Attached, Attachment
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.generation import Options
 from bagua_rt.attach.hooks import Hooks, attachment_of, is_attached
 from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.names import NamedTensors, name_tensors
-from bagua_rt.attach.resources import Resources
+from bagua_rt.attach.resources import Resources, telling_refusals
 from bagua_rt.attach.watch import ParameterWatch
 from bagua_rt.bucket import ParameterSpec
 from bagua_rt.config import RuntimeConfig
@@ -29,8 +27,6 @@ from bagua_rt.process_group import ProcessGroup, default_group
 from bagua_rt.replicate import replicate_optimizers, replicate_tensors
 
 _MIB = 1024 * 1024
-# Of each group: what a process did in other groups must not make its names differ from other ranks'.
-_numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def attach(
@@ -83,23 +79,15 @@ def attach(
         ClosedError: the process group was closed.
         CollectiveError: a rank did not come.
     """
-    group = default_group() if process_group is None else process_group
-    if not isinstance(group, ProcessGroup):
-        raise UsageError(
-            "process_group is none", expected="what init() or new_group() gave", got=type(group).__name__
-        )
-    label = name or f"model{next(_numbers.setdefault(group, itertools.count()))}"
-    try:
+    group = group_of(process_group)
+    with telling_refusals(group):
         given = _listed(optimizers)
-        _check_arguments(model, given, bucket_cap_mb, first_bucket_mb, commit)
+        _check_arguments(model, given, bucket_cap_mb, first_bucket_mb, commit, name)
         algorithm = _chosen(algorithm, given)
         named = name_tensors(model, ignore)
         _check_tensors(named, group)
         _close_former(model)
         _refuse_nested(named)
-    except UsageError as error:
-        group.refuse(label, str(error))
-        raise
     options = Options(
         cap_bytes=int(bucket_cap_mb * _MIB),
         first_cap_bytes=int(first_bucket_mb * _MIB),
@@ -107,16 +95,30 @@ def attach(
         gradient_as_bucket_view=gradient_as_bucket_view,
         check=check,
     )
-    resources = Resources(group, label)
+    settings = {"algorithm": algorithm, "broadcast_buffers": broadcast_buffers, "options": options}
+    resources = Resources(group, name, describe(named, settings))
     try:
-        settings = {"algorithm": algorithm, "broadcast_buffers": broadcast_buffers, "options": options}
-        agree_on(describe(named, settings), resources.control)
         attachment = _make(model, named, given, algorithm, resources, options, broadcast_buffers)
     except BaseException:
         resources.close()
         raise
     _install(model, given, attachment)
-    return Attached(attachment, label)
+    return Attached(attachment, resources.name)
+
+
+def group_of(process_group: ProcessGroup | None) -> ProcessGroup:
+    """The group that is meant.
+
+    Raises:
+        UsageError: it is none.
+        ClosedError: there is none in this process, but in the one that forked it.
+    """
+    group = default_group() if process_group is None else process_group
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(
+            "process_group is none", expected="what init() or new_group() gave", got=type(group).__name__
+        )
+    return group
 
 
 def _close_former(model: nn.Module) -> None:
@@ -146,17 +148,39 @@ def _make(
         optimizers=optimizers,
         names=names,
     )
+    made: Engine | Exception
+    try:
+        made = _engine(model, named, context, algorithm, resources, options)
+    except Exception as error:
+        made = error
+    try:
+        agree_on_success("attach()", made if isinstance(made, Exception) else None, resources.control)
+    except BaseException:
+        if isinstance(made, Engine):
+            made.state.close()
+        raise
+    engine = cast("Engine", made)  # else the agreement has raised it
+    trace_dir = RuntimeConfig.from_environment().trace_dir
+    return Attachment(named, context, algorithm, engine, Hooks(), resources, broadcast_buffers, trace_dir)
+
+
+def _engine(
+    model: nn.Module,
+    named: NamedTensors,
+    context: Context,
+    algorithm: Algorithm,
+    resources: Resources,
+    options: Options,
+) -> Engine:
     state = algorithm.bind(context)
     try:
         watch = ParameterWatch(model, named.parameters, named.ignored)
         pipeline, control = resources.pipeline, resources.control
         layout = Layout(named.parameters, watch, context, state, pipeline, control, options)
-        engine = Engine(layout, pipeline, control, options)
+        return Engine(layout, pipeline, control, options)
     except BaseException:
         state.close()
         raise
-    trace_dir = RuntimeConfig.from_environment().trace_dir
-    return Attachment(named, context, algorithm, engine, Hooks(), resources, broadcast_buffers, trace_dir)
 
 
 def _install(
@@ -220,7 +244,10 @@ def _check_arguments(
     bucket_cap_mb: float,
     first_bucket_mb: float,
     commit: str,
+    name: str | None,
 ) -> None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise UsageError("name is none", expected="a text, or None", got=repr(name))
     if not isinstance(model, nn.Module):
         raise UsageError("model is none", expected="a torch.nn.Module", got=type(model).__name__)
     for argument, value in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):

@@ -7,18 +7,19 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bagua_rt.algorithms.base import Algorithm, Context
+from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context
+from bagua_rt.attach import checkpoint
+from bagua_rt.attach.agreement import agree_on, agree_on_success
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.hooks import Hooks
 from bagua_rt.attach.join import Join
-from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.names import NamedTensors
 from bagua_rt.attach.resources import Resources
 from bagua_rt.bucket import BucketPlan
@@ -64,17 +65,19 @@ class Attachment:
 
     def before_forward(self, training: bool) -> None:
         """Broadcast the buffers, and let the engine open what begins at a forward."""
-        engine = self.engine
-        engine.on_forward(training)
-        if not engine.is_synchronised:
-            return
-        if engine.join is None or (training and torch.is_grad_enabled() and engine.join.announce()):
+        self.engine.on_forward(training)
+        if self.engine.is_synchronised and self.engine.join is None:
             self.broadcast_buffers()
 
-    def broadcast_buffers(self) -> None:
-        """Make the buffers rank 0's, if that was asked for."""
-        if self._buffers is not None:
-            self._broadcast(self._buffers)
+    def broadcast_buffers(self, root: int = 0) -> None:
+        """Make the buffers those of rank `root`, if that was asked for."""
+        if self._buffers is None:
+            return
+        if root != self._buffers.root:
+            self._buffers = TensorReplicator(
+                self.current_buffers(), self.context.world, self.context.device, root
+            )
+        self._broadcast(self._buffers)
 
     def current_buffers(self) -> list[torch.Tensor]:
         """A module may have replaced a buffer since, by assigning to it."""
@@ -145,7 +148,8 @@ class Attachment:
     def write_flight_record(self, error: BaguaError) -> None:
         """Write the flight record of an attachment that fails; a disk that refuses it is only logged."""
         folder = RuntimeConfig.from_environment().flight_dir
-        path = folder / f"{self.resources.name}.rank{self.context.world.rank}.{os.getpid()}.json"
+        name = self.resources.name.replace(os.sep, "_")
+        path = folder / f"{name}.rank{self.context.world.rank}.{os.getpid()}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"error": str(error), **self.flight_record()}, indent=1))
@@ -273,8 +277,8 @@ class Attached:
         """Around a training loop whose number of batches differs between ranks.
 
         A rank that leaves early takes part in the others' generations with zeros, until all are done; then
-        all take the model and optimizer state of the last. Inside, buffers are broadcast once per
-        generation.
+        all take the model and optimizer state of the last. Inside, forwards send nothing, so one may come to
+        nothing; buffers are broadcast after each generation, from the first rank that still has data.
 
         Args:
             divide_by_initial: Means divide by the number of all ranks; else by those that still have data.
@@ -282,11 +286,13 @@ class Attached:
 
         Raises:
             UsageError: the algorithm can't be joined.
+            LayoutMismatchError: the ranks' arguments differ.
             PeerError: in the throwing mode.
         """
         attachment = self._open()
         engine = attachment.engine
         engine.give_up_lost_backward()
+        engine.settle()
         join = Join(
             attachment,
             divide_by_initial=divide_by_initial,
@@ -296,8 +302,10 @@ class Attached:
         try:
             yield
             engine.give_up_lost_backward()
-            engine.join = None
             join.finish()
+        except Exception:
+            join.leave()
+            raise
         finally:
             engine.join = None
 
@@ -320,21 +328,39 @@ class Attached:
         return self._open().flight_record()
 
     def switch(self, algorithm: Algorithm) -> None:
-        """Go on with another algorithm. Weights and optimizer state stay what they are on each rank.
+        """Go on with another algorithm, on all ranks or on none; collective.
+
+        Weights and optimizer state stay what they are on each rank.
 
         Args:
             algorithm: The new algorithm; the same on every rank.
 
         Raises:
-            UsageError: it can't do this model, world or optimizer.
-            LayoutMismatchError: the ranks switch to different algorithms.
+            UsageError: it can't do this model, world or optimizer; on every rank, if on one.
+            LayoutMismatchError: the ranks switch to different algorithms, or are out of step.
         """
         attachment = self._open()
-        if not isinstance(algorithm, Algorithm):
-            raise UsageError("switch() got no algorithm", expected="an Algorithm", got=repr(algorithm))
-        attachment.resources.agree_on_algorithm(algorithm)
-        attachment.engine.replace_state(algorithm.bind(attachment.context))
-        attachment.algorithm = algorithm
+        engine, control = attachment.engine, attachment.resources.control
+        engine.give_up_lost_backward()
+        engine.settle()
+        error: Exception | None = None
+        state: AlgorithmState | None = None
+        try:
+            if not isinstance(algorithm, Algorithm):
+                raise UsageError("switch() got no algorithm", expected="an Algorithm", got=repr(algorithm))
+            state = algorithm.bind(attachment.context)
+        except Exception as met:
+            error = met
+        try:
+            agree_on_success("switch()", error, control)
+            agree_on([("the algorithm", repr(algorithm)), *engine.accord.describe()], control)
+        except Exception:
+            if state is not None:
+                state.close()
+            raise
+        if state is not None:
+            engine.replace_state(state, lambda met: agree_on_success("switch()", met, control))
+            attachment.algorithm = algorithm
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the states of the model and the optimizers.
@@ -342,52 +368,21 @@ class Attached:
         Per rank: every rank saves its own.
         """
         attachment = self._open()
-        engine, layout = attachment.engine, attachment.engine.layout
-        engine.settle()
-        return {
-            "algorithm": attachment.algorithm.name,
-            "world_size": attachment.context.world_size,
-            "generations": engine.generations,
-            "order": [layout.names[i] for i in layout.plan.order] if layout.has_ready_order else None,
-            "ready_order": [layout.names[i] for i in engine.ready_order],
-            "state": layout.state.state_dict(),
-        }
+        attachment.engine.settle()
+        return checkpoint.save(attachment)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave; collective.
+        """Take up what `state_dict` gave, on all ranks or on none; collective.
 
         Raises:
-            UsageError: it belongs to another algorithm or model.
+            UsageError: it belongs to another algorithm or model; on every rank, if on one.
+            LayoutMismatchError: the ranks' checkpoints are not of one moment.
+            Exception: what the algorithm's state met on this rank.
         """
-        engine = self._open().engine
-        keys = {"algorithm", "world_size", "generations", "order", "state"}
-        if not isinstance(state, Mapping) or not keys <= set(state):
-            raise UsageError(
-                "this is no checkpoint of an attachment",
-                expected="what state_dict() gave",
-                got=repr(state)[:80],
-            )
-        if state["algorithm"] != self.algorithm.name:
-            raise UsageError(
-                "this checkpoint belongs to another algorithm",
-                expected=self.algorithm.name,
-                got=str(state["algorithm"]),
-            )
-        engine.settle()
-        if state["order"] is not None:
-            engine.layout.has_ready_order = True
-            engine.layout.use_order(_indices(engine.layout, state["order"]))
-        index_of = {name: i for i, name in enumerate(engine.layout.names)}
-        engine.ready_order = [index_of[name] for name in state["ready_order"] if name in index_of]
-        engine.accord.generation = int(state["generations"])
-        if state["world_size"] == self._attachment.context.world_size:
-            engine.layout.load_algorithm_state(state["state"])
-        else:
-            _log.warning(
-                "the checkpoint is of a world of %d ranks: the state of %s starts anew",
-                state["world_size"],
-                self.algorithm.name,
-            )
+        attachment = self._open()
+        attachment.engine.give_up_lost_backward()
+        attachment.engine.settle()
+        checkpoint.load(attachment, state)
 
     def close(self) -> None:
         """End the attachment: model and optimizers are as they were; gradients stay readable. Idempotent."""
@@ -404,15 +399,3 @@ class Attached:
 
     def __exit__(self, *exc: object) -> None:
         self._attachment.detach(orderly=exc[0] is None)
-
-
-def _indices(layout: Layout, order: Sequence[str]) -> list[int]:
-    index_of = {name: i for i, name in enumerate(layout.names)}
-    present = [layout.names[i] for i in layout.plan.order]
-    if sorted(order) != sorted(present):
-        raise UsageError(
-            "this checkpoint belongs to another model, or to one with other parameters frozen",
-            expected=f"the parameters {', '.join(present[:5])} …",
-            got=f"{', '.join(order[:5])} …",
-        )
-    return [index_of[name] for name in order]

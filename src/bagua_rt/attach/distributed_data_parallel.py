@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from inspect import signature
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from bagua_rt.algorithms.base import Algorithm
-from bagua_rt.attach.attach import attach
+from bagua_rt.attach.attach import attach, group_of
 from bagua_rt.attach.attached import Attached
+from bagua_rt.attach.resources import telling_refusals
 from bagua_rt.attach.untraced import untraced
 from bagua_rt.errors import UsageError
 from bagua_rt.process_group import ProcessGroup, default_group
@@ -72,20 +73,8 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         if bucket_cap_mb is not None:
             options["bucket_cap_mb"] = bucket_cap_mb
-        if unknown := sorted(set(options) - set(signature(attach).parameters)):
-            raise UsageError(
-                f"DistributedDataParallel() takes no argument {unknown[0]!r}",
-                expected="those of torch's that docs/coming-from.md lists, and those of attach()",
-            )
-        if not init_sync:
-            raise UsageError("init_sync=False is not supported", expected="ranks that start as rank 0 does")
-        if device_ids is not None and len(device_ids) > 1:
-            raise UsageError(
-                "device_ids names several devices",
-                expected="one process for each device",
-                got=repr(list(device_ids)),
-                fix="start one rank per device with torchrun",
-            )
+        with telling_refusals(group_of(process_group)):
+            _check_arguments(init_sync, device_ids, options)
         self.module = module
         self._arguments: dict[str, Any] | None = {
             "process_group": process_group,
@@ -188,3 +177,22 @@ class DistributedDataParallel(nn.Module):
                 )
             arguments = {**arguments, "process_group": None}
         return {**self.__dict__, "_attached": None, "_arguments": arguments}
+
+
+def _check_arguments(
+    init_sync: bool, device_ids: Sequence[int | torch.device] | None, options: Mapping[str, Any]
+) -> None:
+    if unknown := sorted(set(options) - set(signature(attach).parameters)):
+        raise UsageError(
+            f"DistributedDataParallel() takes no argument {unknown[0]!r}",
+            expected="those of torch's that docs/coming-from.md lists, and those of attach()",
+        )
+    if not init_sync:
+        raise UsageError("init_sync=False is not supported", expected="ranks that start as rank 0 does")
+    if device_ids is not None and len(device_ids) > 1:
+        raise UsageError(
+            "device_ids names several devices",
+            expected="one process for each device",
+            got=repr(list(device_ids)),
+            fix="start one rank per device with torchrun",
+        )

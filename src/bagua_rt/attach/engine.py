@@ -9,7 +9,7 @@ buckets hold what, and which operations run on them, the algorithm's state decid
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from bagua_rt.attach.accord import Accord
 from bagua_rt.attach.backward import EndOfBackward, is_running
 from bagua_rt.attach.generation import Generation, Options
 from bagua_rt.attach.layout import Layout
+from bagua_rt.attach.local import LocalGradients
 from bagua_rt.attach.place import place_of
 from bagua_rt.attach.untraced import skip_frames, untraced, untraced_frame
 from bagua_rt.bucket import Bucket
@@ -59,7 +60,7 @@ class Engine:
         self._options = options
         self._generation: Generation | None = None
         self.ready_order: Sequence[int] = layout.plan.order
-        self._unsynchronised: set[int] = set()
+        self._local = LocalGradients(layout.params)
         self._step_is_due = False
         self._round_after_step_is_due = False
         self._stepped: set[int] = set()
@@ -82,11 +83,9 @@ class Engine:
         """The buckets, in launch order."""
         return self.layout.plan.buckets
 
-    def replace_state(self, state: AlgorithmState) -> None:
-        """Go on with another algorithm's state; no weights are moved."""
-        self.give_up_lost_backward()
-        self.settle()
-        self.layout.replace_state(state)
+    def replace_state(self, state: AlgorithmState, agree: Callable[[Exception | None], None]) -> None:
+        """Go on with another algorithm's state; no weights are moved. As `Layout.replace_state`."""
+        self.layout.replace_state(state, agree)
         self._step_is_due = False
         self.accord.steps.forget()
 
@@ -98,7 +97,7 @@ class Engine:
         if self.pipeline.failure is not None:
             self.pipeline.raise_failure()
         if not self.is_synchronised:
-            self._unsynchronised.add(index)
+            self._local.add(index)
             return
         generation = self._generation
         if generation is None or generation.end is None or generation.end.callback() is None:
@@ -138,7 +137,7 @@ class Engine:
             )
 
     def _open(self) -> Generation:
-        if self.join is not None:
+        if self.join is not None and self.accord.has_data:
             self.join.announce()
         if self._step_is_due:  # skipped: on all ranks, or one alone would never meet the others again
             self.accord.meet(Place.BEGINNING)
@@ -236,14 +235,15 @@ class Engine:
         missing = [False] * len(self.layout.params)
         if self.state.source == "gradient":
             for i in self.layout.plan.order:
-                accumulated = i in self._unsynchronised and self.layout.params[i].grad is not None
-                missing[i] = not generation.seen[i] and not accumulated
+                missing[i] = not generation.seen[i] and not self._local.holds(i)
         return missing
 
     def _close_generation(self) -> None:
         self._generation = None
-        self._unsynchronised.clear()
+        self._local.clear()
         self.accord.generation += 1
+        if self.join is not None:
+            self.join.after_generation()
 
     def _judge(self, result: LedgerResult, missing: Sequence[bool], generation: Generation) -> None:
         verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
@@ -401,11 +401,7 @@ class Engine:
     def _refuse_unsynchronised(self) -> None:
         if self.state.source != "gradient":
             return
-        local = [
-            self.layout.names[i]
-            for i in sorted(self._unsynchronised)
-            if self.layout.params[i].grad is not None
-        ]
+        local = [self.layout.names[i] for i in self._local.indices()]
         if local:
             raise UsageError(
                 "optimizer.step() with gradients that were accumulated under no_sync() only",

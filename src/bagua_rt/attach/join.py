@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from bagua_rt.algorithms.base import LaunchOn
-from bagua_rt.errors import PeerError, UsageError
+from bagua_rt.attach.agreement import agree_on
+from bagua_rt.errors import BaguaError, PeerError, UsageError
 from bagua_rt.replicate import replicate_optimizers, replicate_tensors
+
+_log = logging.getLogger("bagua_rt")
+_HAS_DATA, _HAS_NONE, _LEFT = b"1", b"0", b"2"
 
 if TYPE_CHECKING:
     from bagua_rt.attach.attached import Attachment
 
 
 class Join:
-    """One use of ``with run.join():`` on one rank.
+    """One use of ``with run.join():`` on one rank. Collective to make.
 
-    Before each generation all ranks say whether they still have data. A rank that has none goes through the
-    generation beside the others, and the ranks that finish last give their model to all.
+    Before each generation (not before each forward: one may come to nothing) all ranks say whether they still
+    have data. A rank that has none goes through the generation beside the others, and the ranks that finish
+    last give their model to all. Forwards send nothing: buffers are made equal after each generation.
 
     Args:
         attachment: What trains.
@@ -25,6 +31,7 @@ class Join:
 
     Raises:
         UsageError: the algorithm can't be joined.
+        LayoutMismatchError: the ranks' arguments differ.
     """
 
     def __init__(
@@ -40,21 +47,27 @@ class Join:
         self._attachment = attachment
         self._divide_by_initial = divide_by_initial
         self._throws = throw_on_early_termination
+        self._is_over = False
         self._active = list(range(attachment.context.world_size))
-        self._announced = -1
+        settings = {
+            "divide_by_initial": divide_by_initial,
+            "throw_on_early_termination": throw_on_early_termination,
+        }
+        lines = [(f"the argument {key} of join()", str(value)) for key, value in settings.items()]
+        agree_on([*lines, *engine.accord.describe()], attachment.resources.control)
+        attachment.broadcast_buffers()
 
-    def announce(self) -> bool:
-        """This rank is about to begin a generation; False if it has said so before.
+    def announce(self) -> None:
+        """This rank begins a generation.
 
         Raises:
             PeerError: another rank has no more data, in the throwing mode.
         """
-        generation = self._attachment.engine.generations
-        if self._announced == generation:
-            return False
-        self._announced = generation
-        self._exchange(has_data=True)
-        return True
+        self._exchange(_HAS_DATA)
+
+    def after_generation(self) -> None:
+        """A generation is over, on ranks with and without data: buffers become those of a rank that has."""
+        self._attachment.broadcast_buffers(root=self._active[0])
 
     @property
     def correction(self) -> float:
@@ -70,18 +83,36 @@ class Join:
         """
         while True:
             before = self._active
-            self._exchange(has_data=False)
+            self._exchange(_HAS_NONE)
             if not self._active:
                 break
-            self._attachment.broadcast_buffers()
             self._attachment.engine.shadow_generation()
         self._take_model(root=before[-1])
         self._attachment.engine.accord.steps.forget()
 
-    def _exchange(self, *, has_data: bool) -> None:
-        answers = self._attachment.resources.control.agree("join", b"1" if has_data else b"0")
-        self._active = [rank for rank, answer in enumerate(answers) if answer == b"1"]
+    def leave(self) -> None:
+        """This rank leaves by an exception: see its generation through, and let the others leave as well."""
+        try:
+            self._attachment.engine.give_up_lost_backward()
+            if not self._is_over and self._attachment.engine.pipeline.failure is None:
+                self._exchange(_LEFT)
+        except BaguaError as error:  # the trainer's own error is the one to raise
+            _log.warning("while leaving join(): %s", error)
+
+    def _exchange(self, mine: bytes) -> None:
+        answers = self._attachment.resources.control.agree("join", mine)
+        self._active = [rank for rank, answer in enumerate(answers) if answer == _HAS_DATA]
+        if left := [rank for rank, answer in enumerate(answers) if answer == _LEFT]:
+            self._is_over = True
+            if mine == _LEFT:
+                return
+            raise PeerError(
+                "a rank left join() by an exception",
+                got=f"ranks that left: {', '.join(map(str, left))}",
+                fix="look at that rank's own error; join again on all ranks to go on",
+            )
         if self._throws and 0 < len(self._active) < len(answers):
+            self._is_over = True
             done = [rank for rank in range(len(answers)) if rank not in self._active]
             raise PeerError(
                 "a rank has no more data",

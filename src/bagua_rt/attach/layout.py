@@ -112,12 +112,29 @@ class Layout:
         self.plan = self._planned(order)
         self._install()
 
-    def replace_state(self, state: AlgorithmState) -> None:
-        """Go on with another algorithm's state, on buckets of its own. No weights are moved."""
-        self.state.close()
-        self.state = state
-        self.stage = state.stage_wanted()
-        self._replan(self.plan.order)
+    def replace_state(self, state: AlgorithmState, agree: Callable[[Exception | None], None]) -> None:
+        """Go on with another algorithm's state, on buckets of its own. No weights are moved.
+
+        Args:
+            state: The new state.
+            agree: Told what its setup met; what it raises keeps the old state in force.
+        """
+        former, stage, saved = self.state, self.stage, self.state.state_dict()
+        error: Exception | None = None
+        try:
+            self.state, self.stage = state, state.stage_wanted()
+            self._replan(self.plan.order)
+        except Exception as met:
+            error = met
+        try:
+            agree(error)
+        except Exception:
+            self.state, self.stage = former, stage
+            self._replan(self.plan.order)
+            former.load_state_dict(saved)
+            state.close()
+            raise
+        former.close()
 
     def enter_stage(self) -> None:
         """If the algorithm wants another stage, set it up for that."""

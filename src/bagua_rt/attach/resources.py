@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
-from bagua_rt.algorithms.base import Algorithm
-from bagua_rt.attach.agreement import agree_on
+from bagua_rt.attach.agreement import Line, agree_on
 from bagua_rt.control import Control
 from bagua_rt.process_group import Communicators, ProcessGroup
 from bagua_rt.scheduler import EventLoop, Pipeline
+
+_TOPIC = "attach"  # ranks that give their attachments different names still meet, and hear of it
+
+
+@contextmanager
+def telling_refusals(group: ProcessGroup) -> Iterator[None]:
+    """An error in here keeps this rank from attaching: the others hear why, and raise as well."""
+    try:
+        yield
+    except Exception as error:
+        group.refuse(_TOPIC, f"{type(error).__name__}: {error}")
+        raise
 
 
 class Resources:
@@ -20,21 +31,26 @@ class Resources:
 
     Args:
         group: The process group.
-        name: The attachment's name.
+        name: The attachment's name; None takes its number in the group.
+        lines: What the ranks must have in common.
 
     Raises:
         UsageError: a rank refused to attach; tells why.
+        LayoutMismatchError: the ranks differ.
         CollectiveError: a rank did not come.
     """
 
-    def __init__(self, group: ProcessGroup, name: str) -> None:
+    def __init__(self, group: ProcessGroup, name: str | None, lines: Sequence[Line]) -> None:
         self.group = group
-        self.name = name
         self.describe: Callable[[], str] = lambda: "attaching a model"
         self._undo = ExitStack()
         with ExitStack() as undo:
-            self.control: Control = group.control(name)
+            self.control: Control = group.control(_TOPIC)
             undo.callback(self.control.close)
+            agree_on([*lines, ("the attachment's name", repr(name))], self.control)
+            number = int(self.control.name.rpartition("#")[2])  # counts refused ones too: equal on all ranks
+            self.name = name = name or f"model{number - 1}"
+            self.control.name = f"{group.name}/{name}"
             self.communicators: Communicators = group.connect(name, group.lanes, hierarchical=True)
             undo.callback(self.communicators.close)
             self.loop = EventLoop(f"bagua_rt/{name}", self._answer)
@@ -51,14 +67,6 @@ class Resources:
     def _answer(self) -> None:
         """On the loop thread: tell a rank that waits what this one is doing."""
         self.control.roll_call.answer(self.describe)
-
-    def agree_on_algorithm(self, algorithm: Algorithm) -> None:
-        """Compare an algorithm with all ranks.
-
-        Raises:
-            LayoutMismatchError: they have different ones.
-        """
-        agree_on([("the algorithm", repr(algorithm))], self.control)
 
     def on_close(self, fn: Callable[[], None]) -> None:
         """Call `fn` when these are closed, before anything else."""

@@ -56,6 +56,9 @@ class TensorReplicator:
         device: Streams and events of the device that `comm` communicates on.
         root: The rank whose tensors all others take.
 
+    Attributes:
+        root: The same.
+
     Raises:
         UsageError: a tensor has no plain bytes to send (sparse, quantized, lazy, on the meta device, or of a
             subclass that wraps others).
@@ -65,7 +68,7 @@ class TensorReplicator:
         self, tensors: Sequence[torch.Tensor], comm: Communicator, device: Device, root: int = 0
     ) -> None:
         self._device = device
-        self._root = root
+        self.root = root
         self._is_root = comm.rank == root
         self._is_alone = comm.world_size == 1
         self._ready: Event | None = None
@@ -133,7 +136,7 @@ class TensorReplicator:
         """
         if self._ready is not None and not self._device.query(self._ready):
             self._device.wait(stream, self._ready)
-        self._works = [comm.broadcast_(parcel.wire, self._root, stream=stream) for parcel in self._parcels]
+        self._works = [comm.broadcast_(parcel.wire, self.root, stream=stream) for parcel in self._parcels]
 
     def wait(self) -> None:
         """Block the host until what was queued last is complete.

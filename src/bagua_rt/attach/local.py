@@ -1,0 +1,52 @@
+"""Gradients that were accumulated under no_sync() and have not been synchronised yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bagua_rt.attach.untraced import untraced_frame
+
+
+class LocalGradients:
+    """Knows which parameters have a gradient that is this rank's own, until it is synchronised or cleared.
+
+    `zero_grad(set_to_none=False)` leaves zeros behind; whether what is there was cleared since shows in its
+    version, and only then its content is looked at.
+
+    Args:
+        params: The parameters that were attached.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self._accumulated: dict[int, tuple[int, int]] = {}
+
+    @untraced_frame
+    def add(self, index: int) -> None:
+        """A backward under no_sync() has added to the gradient of parameter `index`."""
+        grad = self._params[index].grad
+        self._accumulated[index] = (id(grad), -1 if grad is None else grad._version)
+
+    def holds(self, index: int) -> bool:
+        """Is what was accumulated for parameter `index` still there?"""
+        grad = self._params[index].grad
+        if index not in self._accumulated or grad is None:
+            return False
+        return self._accumulated[index] == (id(grad), grad._version) or not _is_zero(grad)
+
+    def indices(self) -> list[int]:
+        """The parameters for which `holds` is true, ascending."""
+        return [index for index in sorted(self._accumulated) if self.holds(index)]
+
+    def clear(self) -> None:
+        """All gradients have been synchronised."""
+        self._accumulated.clear()
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    """Waits for the compute stream."""
+    values = grad._values() if grad.layout is torch.sparse_coo else grad
+    return not bool(values.any())
