@@ -278,6 +278,14 @@ def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return env
 
 
+def launched(port: int, ranks: int) -> list[dict[str, str]]:
+    """The variables that a launcher gives to each rank on one machine."""
+    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    return [
+        {**job, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
+    ]
+
+
 @dataclass(frozen=True)
 class ScriptResult:
     """How a script ended.

@@ -14,7 +14,7 @@ import torch
 
 import train_gpt
 from gpt import GPT, Corpus, Shape, batches
-from tests.ranks import run_scripts
+from tests.ranks import launched, run_scripts
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -55,19 +55,8 @@ def train_as_ranks(
     port: int, ranks: int, *options: str, program: str = AS_MAIN
 ) -> tuple[list[int | None], str]:
     """Run the script as the ranks that a launcher would start. Returns: exit codes, and rank 0's output."""
-    env = [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        for rank in range(ranks)
-    ]
     arguments = ["--size", "tiny", "--device", "cpu", *options]
-    done = run_scripts([program] * ranks, env=env, args=arguments, timeout=200.0)
+    done = run_scripts([program] * ranks, env=launched(port, ranks), args=arguments, timeout=200.0)
     return [each.exit_code for each in done], done[0].stdout + "".join(each.stderr for each in done)
 
 
