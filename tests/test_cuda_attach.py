@@ -66,7 +66,7 @@ ALGORITHMS: dict[str, Callable[[nn.Module], tuple[Any, Any]]] = {
 # ---- planted bugs: each takes one piece of order out of the backend
 
 
-def no_wait(of_lanes: bool) -> Iterator[None]:
+def no_wait(of_lanes: bool, *, gate_is_open: bool = True) -> Iterator[None]:
     """Waits of lanes, or of the compute stream, are forgotten, and the host has seen nothing instead."""
     from bagua_rt.backends.cuda_device import CudaDevice, CudaStream
     from bagua_rt.scheduler import Pipeline
@@ -78,7 +78,8 @@ def no_wait(of_lanes: bool) -> Iterator[None]:
             right(self, stream, event)
 
     # The host's commit gate would order the optimizer behind the lanes by itself.
-    gate = nullcontext() if of_lanes else mock.patch.object(Pipeline, "confirm", return_value=None)
+    opens = gate_is_open and not of_lanes
+    gate = mock.patch.object(Pipeline, "confirm", return_value=None) if opens else nullcontext()
     with mock.patch.object(CudaDevice, "wait", wait), unseen(), gate:
         yield
 
@@ -149,7 +150,8 @@ BUGS: dict[str, Callable[[], Iterator[None]]] = {
     "recorded before NCCL has launched": not_ready,
     "tensors let go at once": nothing_kept,
 }
-planted = {name: contextmanager(make) for name, make in BUGS.items()}
+HOST_HIDES = {"only the compute stream does not wait": lambda: no_wait(of_lanes=False, gate_is_open=False)}
+planted = {name: contextmanager(make) for name, make in (BUGS | HOST_HIDES).items()}
 
 
 # ---- what ranks run
@@ -180,13 +182,14 @@ def found() -> list[str]:
     return texts
 
 
-def train(ctx: RankContext, backend: str, algorithm: str, bug: str = "none") -> Any:
+def train(ctx: RankContext, backend: str, algorithm: str, bug: str = "none", commit: str = "host") -> Any:
     """Train a few steps; the weights, and the emulator's reports."""
     with planted[bug](), open_group(ctx, backend) as group:
         torch.manual_seed(3)
         model = Net()
         optimizer, chosen = ALGORITHMS[algorithm](model)
         options: dict[str, Any] = {"bucket_cap_mb": 0.004, "first_bucket_mb": 0.002, "process_group": group}
+        options["commit"] = commit
         run = bagua.attach(model, optimizer, chosen, **options)
         assert len(run.buckets) == 3
         source = torch.Generator().manual_seed(100 + ctx.rank)
@@ -242,6 +245,27 @@ def test_the_weights_are_gloos(environment: Mapping[str, str], algorithm: str, w
         for mine, its in zip(weights, right, strict=True):
             # The kernels sum a scale in float64, gloo's in float32, and three ranks' sums have another order.
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_stream_alone_may_be_the_commit_gate(environment: Mapping[str, str], algorithm: str) -> None:
+    pool = RankPool(2, environment)
+    expected = pool.run(train, "emulated", algorithm, timeout=100)
+    answers = pool.run(train, "emulated", algorithm, "none", "stream", timeout=100)
+    for (right, _), (weights, reports) in zip(expected, answers, strict=True):
+        assert not reports, "\n".join(reports)
+        for mine, its in zip(weights, right, strict=True):
+            assert (mine == its).all()
+
+
+def test_with_the_stream_as_gate_the_host_orders_nothing(environment: Mapping[str, str]) -> None:
+    """Without the compute stream's wait there is a race then, and none where the host waits."""
+    bug = "only the compute stream does not wait"
+    pool = RankPool(2, environment)
+    for commit, races in (("host", False), ("stream", True)):
+        answers = pool.run(train, "emulated", "gradient_allreduce", bug, commit, timeout=100)
+        found = [any(text.startswith("race") for text in reports) for _, reports in answers]
+        assert found == [races] * 2, commit
 
 
 ORDER_BUGS = [name for name in BUGS if name not in ("none", "tensors let go at once")]

@@ -62,6 +62,7 @@ class Context:
         kernels: Fused operations on buckets.
         optimizers: The optimizers given to attach.
         names: The name of each attached parameter, frozen ones too.
+        chunk_bytes: Most bytes in one collective of a plain sum, or None (see `operations.sum_`).
     """
 
     communicators: Communicators
@@ -69,6 +70,7 @@ class Context:
     kernels: Kernels
     optimizers: tuple[torch.optim.Optimizer, ...]
     names: Mapping[torch.Tensor, str]
+    chunk_bytes: int | None = None
 
     @property
     def world(self) -> Communicator:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
-from bagua_rt.algorithms.operations import hierarchical_, hierarchical_sum_
+from bagua_rt.algorithms.operations import hierarchical_, sum_
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -96,13 +96,10 @@ class _State(AlgorithmState):
 
     def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
         communicators = self.context.communicators
-        if not self._declaration.hierarchical:
-            if self._all:
-                comm.all_reduce_(bucket.flat, "sum", stream=stream)
-            else:
-                self._meet(bucket, comm, (1,) * comm.world_size, stream)
-        elif self._all:
-            hierarchical_sum_(bucket.flat, communicators, stream)
+        if self._all:
+            sum_(bucket.flat, self.context, stream, hierarchical=self._declaration.hierarchical)
+        elif not self._declaration.hierarchical:
+            self._meet(bucket, comm, (1,) * comm.world_size, stream)
         else:
             sizes = communicators.node_sizes
             hierarchical_(

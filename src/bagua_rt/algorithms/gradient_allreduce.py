@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context
-from bagua_rt.algorithms.operations import all_reduce_sum_, hierarchical_sum_
+from bagua_rt.algorithms.operations import sum_
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 
@@ -37,7 +37,4 @@ class _State(AlgorithmState):
         self._hierarchical = declaration.hierarchical
 
     def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
-        if self._hierarchical:
-            hierarchical_sum_(bucket.flat, self.context.communicators, stream)
-        else:
-            all_reduce_sum_(bucket.flat, comm, stream)
+        sum_(bucket.flat, self.context, stream, hierarchical=self._hierarchical)

@@ -16,13 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
-from bagua_rt.algorithms.operations import (
-    all_reduce_sum_,
-    hierarchical_sum_,
-    load_by_name,
-    save_by_name,
-    views_in,
-)
+from bagua_rt.algorithms.operations import load_by_name, save_by_name, sum_, views_in
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -170,18 +164,15 @@ class _State(AlgorithmState):
     def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
         if comm.world_size == 1:
             return
-        self._sum(bucket.flat, comm, stream)
+        self._sum(bucket.flat, stream)
         if bucket.index in self._outer and not self._has_agreed:
-            self._sum(self._outer[bucket.index].anchor, comm, stream)
+            self._sum(self._outer[bucket.index].anchor, stream)
         if moments := self._moments.get(bucket.index):
             for flat in (*moments.flats, moments.holders):
-                self._sum(flat, comm, stream)
+                self._sum(flat, stream)
 
-    def _sum(self, flat: torch.Tensor, comm: Communicator, stream: Stream) -> None:
-        if self._declaration.hierarchical:
-            hierarchical_sum_(flat, self.context.communicators, stream)
-        else:
-            all_reduce_sum_(flat, comm, stream)
+    def _sum(self, flat: torch.Tensor, stream: Stream) -> None:
+        sum_(flat, self.context, stream, hierarchical=self._declaration.hierarchical)
 
     def commit(self) -> None:
         declaration, device = self._declaration, self.context.device

@@ -21,10 +21,10 @@ import torch
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
 from bagua_rt.algorithms.operations import (
     CODEC_DTYPES,
-    all_reduce_sum_,
     hierarchical_,
     load_by_name,
     save_by_name,
+    sum_,
     views_in,
 )
 from bagua_rt.backend import Communicator, Device, Kernels, Stream
@@ -190,7 +190,7 @@ class _State(AlgorithmState):
         else:  # a dtype that the codec can't carry: the mean over all ranks
             share = 1.0 / self.context.world_size / self.scale
             device.run(stream, lambda: bucket.flat.mul_(share))
-            all_reduce_sum_(bucket.flat, comm, stream)
+            sum_(bucket.flat, self.context, stream)
 
     def commit(self) -> None:
         self._is_synchronised = True

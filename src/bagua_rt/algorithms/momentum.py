@@ -14,7 +14,7 @@ import torch
 
 from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
 from bagua_rt.algorithms.compression import CompressedMeans
-from bagua_rt.algorithms.operations import all_reduce_sum_, hierarchical_sum_
+from bagua_rt.algorithms.operations import sum_
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -111,10 +111,8 @@ class MomentumState(AlgorithmState):
     def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
         if self.launch_on is not LaunchOn.GRADIENT_READY:
             self._means.mean_(bucket, comm, stream)
-        elif self._hierarchical:
-            hierarchical_sum_(bucket.flat, self.context.communicators, stream)
         else:
-            all_reduce_sum_(bucket.flat, comm, stream)
+            sum_(bucket.flat, self.context, stream, hierarchical=self._hierarchical)
 
     def after_backward(self, unused: frozenset[torch.Tensor]) -> None:
         self._unused = unused

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from bagua_rt.algorithms.base import Context
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -15,12 +16,41 @@ CODEC_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """What codecs carry; buckets of another dtype go through plain all-reduce."""
 
 
-def all_reduce_sum_(flat: torch.Tensor, comm: Communicator, stream: Stream) -> None:
-    """Sum `flat` over all ranks, in place.
+def sum_(flat: torch.Tensor, context: Context, stream: Stream, *, hierarchical: bool = False) -> None:
+    """Sum `flat` over all ranks of an attachment, in place and in pieces as it was asked for.
+
+    Args:
+        flat: The buffer.
+        context: The attachment's.
+        stream: The lane.
+        hierarchical: Within each node first, then among the nodes' leaders.
 
     **Shapes:** any; equal on all ranks. **Stream:** queued on `stream`.
     """
-    comm.all_reduce_(flat, "sum", stream=stream)
+    if hierarchical:
+        hierarchical_sum_(flat, context.communicators, stream, context.chunk_bytes)
+    else:
+        all_reduce_sum_(flat, context.world, stream, context.chunk_bytes)
+
+
+def all_reduce_sum_(
+    flat: torch.Tensor, comm: Communicator, stream: Stream, chunk_bytes: int | None = None
+) -> None:
+    """Sum `flat` over all ranks, in place.
+
+    Args:
+        flat: The buffer.
+        comm: The ranks.
+        stream: The lane.
+        chunk_bytes: Most bytes in one collective; None sends everything in one.
+
+    **Shapes:** any; equal on all ranks. **Stream:** queued on `stream`.
+    """
+    if chunk_bytes is None or flat.nbytes <= chunk_bytes:
+        comm.all_reduce_(flat, "sum", stream=stream)
+        return
+    for piece in flat.view(-1).split(max(1, chunk_bytes // flat.element_size())):
+        comm.all_reduce_(piece, "sum", stream=stream)
 
 
 def hierarchical_(
@@ -54,14 +84,24 @@ def hierarchical_(
     node.broadcast_(flat, 0, stream=stream)
 
 
-def hierarchical_sum_(flat: torch.Tensor, communicators: Communicators, stream: Stream) -> None:
+def hierarchical_sum_(
+    flat: torch.Tensor, communicators: Communicators, stream: Stream, chunk_bytes: int | None = None
+) -> None:
     """Sum `flat` over all ranks, in place: within each node, among the leaders, and back.
 
     With scaled input (1/world_size) the result is the mean over *ranks*, for nodes of any sizes.
 
+    Args:
+        flat: The buffer.
+        communicators: The attachment's.
+        stream: The lane.
+        chunk_bytes: Most bytes in one collective among the leaders; None sends everything in one.
+
     **Shapes:** any; equal on all ranks. **Stream:** queued on `stream`.
     """
-    hierarchical_(flat, communicators, stream, lambda leaders: all_reduce_sum_(flat, leaders, stream))
+    hierarchical_(
+        flat, communicators, stream, lambda leaders: all_reduce_sum_(flat, leaders, stream, chunk_bytes)
+    )
 
 
 def views_in(flat: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:

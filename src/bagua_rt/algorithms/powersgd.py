@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context
-from bagua_rt.algorithms.operations import CODEC_DTYPES, all_reduce_sum_, hierarchical_sum_
+from bagua_rt.algorithms.operations import CODEC_DTYPES, sum_
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -183,19 +183,16 @@ class _State(AlgorithmState):
         share = 1.0 / comm.world_size
         run(stream, lambda: thin.project(share))
         for flat in (thin.p, thin.others):
-            self._sum(flat, comm, stream)
+            self._sum(flat, stream)
         if thin.matrices:
             run(stream, lambda: thin.project_back(share))
-            self._sum(thin.q, comm, stream)
+            self._sum(thin.q, stream)
         run(stream, thin.take)
 
-    def _sum(self, flat: torch.Tensor, comm: Communicator, stream: Stream) -> None:
+    def _sum(self, flat: torch.Tensor, stream: Stream) -> None:
         if not flat.numel():
             return
-        if self._declaration.hierarchical:
-            hierarchical_sum_(flat, self.context.communicators, stream)
-        else:
-            all_reduce_sum_(flat, comm, stream)
+        sum_(flat, self.context, stream, hierarchical=self._declaration.hierarchical)
 
     def _matrices(self) -> list[_Matrix]:
         return [m for thin in self._thin.values() for m in thin.matrices]

@@ -37,11 +37,12 @@ def attach(
     process_group: ProcessGroup | None = None,
     bucket_cap_mb: float = 10.0,
     first_bucket_mb: float = 1.0,
+    chunk_mb: float | None = None,
     find_unused_parameters: bool = False,
     ignore: Iterable[str] = (),
     broadcast_buffers: bool = True,
     gradient_as_bucket_view: bool = True,
-    commit: Literal["host"] = "host",
+    commit: Literal["host", "stream"] = "host",
     check: bool = False,
     name: str | None = None,
 ) -> Attached:
@@ -60,13 +61,20 @@ def attach(
         process_group: The ranks; None takes `default_group`.
         bucket_cap_mb: Most MiB in a bucket; a larger parameter is alone in its own.
         first_bucket_mb: Most MiB in the first bucket.
+        chunk_mb: Most MiB in one collective of a plain sum (of gradients or weights; not of what an algorithm
+            compresses): a larger bucket is sent in pieces, between which other lanes get their turn. None
+            sends each bucket whole. Two ranks get the same bits with it; for more, the order of additions
+            is the library's choice by size, as with another bucket size.
         find_unused_parameters: May a parameter lack a gradient? It then counts as zero in the mean, and
             stays untouched if no rank has one. Costs nothing.
         ignore: Names of parameters and buffers to leave alone, beside the model's own
             ``_ddp_params_and_buffers_to_ignore``.
         broadcast_buffers: Make buffers rank 0's before each forward of `model` outside of `no_sync`.
         gradient_as_bucket_view: Let ``.grad`` be memory of the bucket, which saves a copy.
-        commit: "host": before a step, the host waits until the gradients are agreed and complete.
+        commit: "host": before a step, the host waits until the gradients are agreed and complete. "stream":
+            only the device does, and the host runs ahead until the next backward: torch DDP's bargain, in
+            which a communication that fails shows after the step, so the model may have moved by it. On the
+            CPU they are the same.
         check: Look for gradients that are not finite, and raise on every rank before the step.
         name: The attachment's name in messages and traces, the same on every rank.
 
@@ -82,7 +90,8 @@ def attach(
     group = group_of(process_group)
     with telling_refusals(group):
         given = _listed(optimizers)
-        _check_arguments(model, given, bucket_cap_mb, first_bucket_mb, commit, name)
+        _check_arguments(model, given, commit, name)
+        _check_sizes(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb, chunk_mb=chunk_mb)
         algorithm = _chosen(algorithm, given)
         named = name_tensors(model, ignore)
         _check_tensors(named, group)
@@ -94,6 +103,8 @@ def attach(
         find_unused_parameters=find_unused_parameters,
         gradient_as_bucket_view=gradient_as_bucket_view,
         check=check,
+        commit=commit,
+        chunk_bytes=None if chunk_mb is None else int(chunk_mb * _MIB),
     )
     settings = {"algorithm": algorithm, "broadcast_buffers": broadcast_buffers, "options": options}
     resources = Resources(group, name, describe(named, settings))
@@ -147,6 +158,7 @@ def _make(
         kernels=group.backend.kernels,
         optimizers=optimizers,
         names=names,
+        chunk_bytes=options.chunk_bytes,
     )
     made: Engine | Exception
     try:
@@ -241,8 +253,6 @@ def _chosen(algorithm: Algorithm | None, optimizers: Iterable[torch.optim.Optimi
 def _check_arguments(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    bucket_cap_mb: float,
-    first_bucket_mb: float,
     commit: str,
     name: str | None,
 ) -> None:
@@ -250,13 +260,18 @@ def _check_arguments(
         raise UsageError("name is none", expected="a text, or None", got=repr(name))
     if not isinstance(model, nn.Module):
         raise UsageError("model is none", expected="a torch.nn.Module", got=type(model).__name__)
-    for argument, value in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e6:
-            raise UsageError(f"{argument} is not usable", expected="a number of MiB above 0", got=repr(value))
-    if commit != "host":
-        raise UsageError("commit is not usable", expected="'host'", got=repr(commit))
+    if commit not in ("host", "stream"):
+        raise UsageError("commit is not usable", expected="'host' or 'stream'", got=repr(commit))
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
         raise UsageError("an optimizer was given twice", expected="each once")
+
+
+def _check_sizes(**sizes: float | None) -> None:
+    for argument, value in sizes.items():
+        if value is None and argument == "chunk_mb":
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e6:
+            raise UsageError(f"{argument} is not usable", expected="a number of MiB above 0", got=repr(value))
 
 
 def _refuse_nested(named: NamedTensors) -> None:

@@ -367,6 +367,9 @@ class Engine:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The commit gate: nothing moves unless the gradients are agreed and the communication is complete.
 
+        With ``commit="stream"`` only the compute stream waits for the communication; what fails there is
+        raised when the next round begins.
+
         Raises:
             UsageError: gradients were not synchronised, or their backward raised.
             BaguaError: what ended the generation, or the attachment.
@@ -386,7 +389,8 @@ class Engine:
         if self._step_is_due:
             self._launch_round()
         self._finish_round()
-        self.pipeline.confirm()
+        if self._options.commit == "host":
+            self.pipeline.confirm()
         self.state.before_step(optimizer)
 
     @untraced

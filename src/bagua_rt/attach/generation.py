@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from bagua_rt.algorithms.base import LaunchOn
 from bagua_rt.attach.backward import EndOfBackward
@@ -19,6 +20,8 @@ class Options:
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     check: bool
+    commit: Literal["host", "stream"]
+    chunk_bytes: int | None
 
 
 class Generation:
