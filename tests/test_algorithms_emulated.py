@@ -62,6 +62,9 @@ def train(ctx: RankContext, backend: str, name: str, settings: dict[str, Any], s
             optimizer.zero_grad()
             model(ctx.rank, t, seed).backward()
             optimizer.step()
+            if name == "async_model_average" and t < STEPS - 1:
+                run.pause()  # the only rounds there are, with such an interval
+                run.resume()
         run.state_dict()  # completes the round that follows the last step
         device = group._job.backend.device
         device.synchronize(device.record(device.compute_stream()))  # a slow rank may be rounds behind
@@ -78,6 +81,8 @@ def train(ctx: RankContext, backend: str, name: str, settings: dict[str, Any], s
 
 
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("async_model_average", {"interval_s": 1e5}),
+    ("async_model_average", {"interval_s": 1e5, "warmup_steps": 2, "hierarchical": True}),
     ("bytegrad", {}),
     ("bytegrad", {"hierarchical": True}),
     ("fourbit", {}),
@@ -106,4 +111,20 @@ def test_as_on_gloo(
                 rtol=1e-3,
                 atol=1e-3,
                 err_msg=f"{key} {seed=}",
+            )
+
+
+def test_rounds_in_the_background_leave_nothing_to_report(
+    pool: RankPool, environment: Mapping[str, str]
+) -> None:
+    seed = int(np.random.default_rng().integers(1, 10**6))
+    settings = {"interval_s": 0.0}
+    answers = RankPool(3, environment).run(
+        train, "emulated", "async_model_average", settings, seed, timeout=90.0
+    )
+    for answer in answers:
+        assert answer["reports"] == [], f"{seed=}"
+        for key in SHAPES:
+            np.testing.assert_array_equal(
+                answer["weights"][key], answers[0]["weights"][key], f"{key} {seed=}"
             )

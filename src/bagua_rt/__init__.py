@@ -3,6 +3,7 @@
 from bagua_rt import algorithms, errors, optim
 from bagua_rt.algorithms import (
     Algorithm,
+    AsyncModelAverage,
     ByteGrad,
     Decentralized,
     FourBit,
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm",
+    "AsyncModelAverage",
     "Attached",
     "ByteGrad",
     "Decentralized",

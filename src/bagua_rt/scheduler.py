@@ -207,6 +207,24 @@ class Pipeline:
         if index == len(self._buckets) - 1:
             round_.launched.set()
 
+    def is_over(self) -> bool:
+        """Has the open round ended on the device, complete or failed? Never blocks."""
+        round_ = self._open_round()
+        if not round_.launched.is_set():
+            return False
+        return round_.error is not None or all(map(self._device.query, filter(None, round_.done)))
+
+    def has_failed(self) -> bool:
+        """Has something of the open round failed?"""
+        round_ = self._open_round()
+        return round_.error is not None or any(done.error is not None for done in filter(None, round_.done))
+
+    def abandon(self) -> None:
+        """Leave the open round, if there is one, where it is, and abort the communicators: no failure, but a
+        rank that it needs has left."""
+        self._round = None
+        self._give_up_memory()
+
     def wait(self, while_waiting: Callable[[], None] | None = None) -> None:
         """Block until the open round is complete, and close it.
 
@@ -362,11 +380,14 @@ class Pipeline:
         self._post(error)
         if self.on_failure is not None:
             self.on_failure(error)
+        self._give_up_memory()
+        if self._state is not None:
+            self._state.rollback()
+
+    def _give_up_memory(self) -> None:
         for communicator in self._communicators.each():
             communicator.abort()
         _quarantine.append((self._buckets, self._state))
-        if self._state is not None:
-            self._state.rollback()
 
     def _post(self, error: BaseException) -> None:
         text = f"rank {self._communicators.world.rank}: {type(error).__name__}: {error}"

@@ -1,5 +1,6 @@
 """Communication algorithms, and the contract for writing one (base.py)."""
 
+from bagua_rt.algorithms.async_model_average import AsyncModelAverage
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
 from bagua_rt.algorithms.bytegrad import ByteGrad
 from bagua_rt.algorithms.decentralized import Decentralized
@@ -15,6 +16,7 @@ from bagua_rt.algorithms.registry import create, names, register
 __all__ = [
     "Algorithm",
     "AlgorithmState",
+    "AsyncModelAverage",
     "ByteGrad",
     "Context",
     "Decentralized",

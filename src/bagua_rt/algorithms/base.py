@@ -19,7 +19,8 @@ When the methods of a state run, and where::
     rollback         training   compute   a round failed; what `communicate` changed must be undone or reset
     close            training   compute   the attachment ends, or switches to another algorithm
 
-A *generation* is one synchronised backward. A *round* is one communication of all buckets.
+A *generation* is one synchronised backward. A *round* is one communication of all buckets. With
+`LaunchOn.TIMER` a generation is each rank's own, and rounds run beside them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ class LaunchOn(Enum):
     """The step of the last given optimizer, after it has moved everything; where that does not come (a
     GradScaler's skip), the next forward for training. The round is complete before the next generation,
     forward, state_dict(), switch or close()."""
+
+    TIMER = "timer"
+    """`interval_s` after the round before was complete, at the next safe point: when the last given
+    optimizer has stepped. `commit` comes at a later one. Nothing of a rank's training waits for other ranks:
+    its generations have no ledger, and buffers are not broadcast. A state that launches so goes on like that
+    until it ends."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,9 @@ class AlgorithmState(ABC):
     def sparse_scale(self) -> float:
         """Factor applied to sparse gradients, which the runtime itself sums over ranks."""
         return self.scale
+
+    interval_s: float | None = None
+    """Least time between two rounds, with `LaunchOn.TIMER`; None for an algorithm that never launches so."""
 
     bit_equal: bool = True
     """Do all ranks hold the same bits after a step, given the same start?"""

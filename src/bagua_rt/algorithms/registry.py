@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from bagua_rt.algorithms.async_model_average import AsyncModelAverage
 from bagua_rt.algorithms.base import Algorithm
 from bagua_rt.algorithms.bytegrad import ByteGrad
 from bagua_rt.algorithms.decentralized import Decentralized
@@ -28,6 +29,7 @@ _registered: dict[str, type[Algorithm]] = {
         QAdamAlgorithm,
         PowerSGD,
         FourBit,
+        AsyncModelAverage,
     )
 }
 

@@ -208,8 +208,8 @@ def _install(
         hooks.install_on_optimizer(optimizer, engine)
     hooks.install_on_all_optimizers(engine)
     hooks.mark(model, attachment)
-    attachment.resources.describe = engine.describe
     resources = attachment.resources
+    resources.describe, resources.listen = engine.describe, engine.background.listen
     resources.on_close(resources.group.on_close(lambda: attachment.detach(orderly=False)))
 
 

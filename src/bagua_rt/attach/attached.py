@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.hooks import Hooks
 from bagua_rt.attach.join import Join
 from bagua_rt.attach.names import NamedTensors
+from bagua_rt.attach.refusals import no_background
 from bagua_rt.attach.resources import Resources
 from bagua_rt.bucket import BucketPlan
 from bagua_rt.config import RuntimeConfig
@@ -66,7 +68,7 @@ class Attachment:
     def before_forward(self, training: bool) -> None:
         """Broadcast the buffers, and let the engine open what begins at a forward."""
         self.engine.on_forward(training)
-        if self.engine.is_synchronised and self.engine.join is None:
+        if self.engine.is_synchronised and self.engine.join is None and self.engine.is_in_step:
             self.broadcast_buffers()
 
     def broadcast_buffers(self, root: int = 0) -> None:
@@ -166,6 +168,7 @@ class Attachment:
         self.hooks.remove()
         try:
             self.engine.close(orderly=orderly)
+            self.engine.background.leave(sys.exc_info()[1])  # an exception on its way may be why it closes
         finally:
             self.resources.close()
             if self._trace_dir is not None:
@@ -327,10 +330,33 @@ class Attached:
         """The last operations of this rank, as plain values; written to a file when the attachment fails."""
         return self._open().flight_record()
 
+    def pause(self) -> None:
+        """End the rounds that run in the background (AsyncModelAverage); collective.
+
+        Each rank takes part in rounds until all ranks have come here. The last one is a round in which nobody
+        has moved, so all ranks hold the same weights afterwards. Call it between steps: the weights move.
+
+        Raises:
+            UsageError: the algorithm has no such rounds.
+            PeerError: a rank has left.
+            CollectiveTimeoutError: a rank has come to no safe point for too long.
+        """
+        self._with_background().pause()
+
+    def resume(self) -> None:
+        """Let rounds run again after `pause`; collective.
+
+        Raises:
+            UsageError: the algorithm has no such rounds.
+            CollectiveError: a rank did not come.
+        """
+        self._with_background().resume()
+
     def switch(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm, on all ranks or on none; collective.
 
-        Weights and optimizer state stay what they are on each rank.
+        Weights and optimizer state stay what they are on each rank. Rounds in the background end first, once
+        all ranks have come here, and no longer move the weights.
 
         Args:
             algorithm: The new algorithm; the same on every rank.
@@ -341,8 +367,7 @@ class Attached:
         """
         attachment = self._open()
         engine, control = attachment.engine, attachment.resources.control
-        engine.give_up_lost_backward()
-        engine.settle()
+        engine.halt(takes=False)
         error: Exception | None = None
         state: AlgorithmState | None = None
         try:
@@ -380,14 +405,22 @@ class Attached:
             Exception: what the algorithm's state met on this rank.
         """
         attachment = self._open()
-        attachment.engine.give_up_lost_backward()
-        attachment.engine.settle()
+        attachment.engine.halt(takes=False)
         checkpoint.load(attachment, state)
 
     def close(self) -> None:
-        """End the attachment: model and optimizers are as they were; gradients stay readable. Idempotent."""
+        """End the attachment: model and optimizers are as they were; gradients stay readable. Idempotent.
+
+        Where rounds run in the background, it waits until all ranks close; they hold the same weights then.
+        """
         if self._made is not None:
             self._made.detach(orderly=True)
+
+    def _with_background(self) -> Engine:
+        engine = self._open().engine
+        if engine.state.interval_s is None:
+            raise no_background(self.algorithm.name)
+        return engine
 
     def _open(self) -> Attachment:
         if self._attachment.is_closed:

@@ -35,7 +35,7 @@ def save(attachment: Attachment) -> dict[str, Any]:
     return {
         "algorithm": attachment.algorithm.name,
         "world_size": attachment.context.world_size,
-        "generations": engine.generations,
+        "generations": engine.accord.generation,
         "order": [layout.names[i] for i in layout.plan.order] if layout.has_ready_order else None,
         "ready_order": [layout.names[i] for i in engine.ready_order],
         "state": layout.state.state_dict(),

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua_rt.algorithms.base import AlgorithmState, LaunchOn
-from bagua_rt.attach import verdict
+from bagua_rt.attach import refusals, verdict
 from bagua_rt.attach.accord import Accord
+from bagua_rt.attach.background import BackgroundRounds
 from bagua_rt.attach.backward import EndOfBackward, is_running
 from bagua_rt.attach.generation import Generation, Options
 from bagua_rt.attach.layout import Layout
@@ -26,7 +27,7 @@ from bagua_rt.attach.place import place_of
 from bagua_rt.attach.untraced import skip_frames, untraced, untraced_frame
 from bagua_rt.bucket import Bucket
 from bagua_rt.control import Control, LedgerResult, PendingMax, Place
-from bagua_rt.errors import BaguaError, InternalError, UsageError
+from bagua_rt.errors import BaguaError, InternalError
 from bagua_rt.scheduler import Pipeline
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Engine:
         ready_order: The parameters in the order of the last generation's gradients.
         join: The join() that is in force.
         accord: What this rank and the others tell each other.
+        background: The rounds that run beside the training.
     """
 
     def __init__(self, layout: Layout, pipeline: Pipeline, control: Control, options: Options) -> None:
@@ -56,9 +58,11 @@ class Engine:
         self.is_synchronised = True
         self.join: Join | None = None
         self.accord = Accord(layout, pipeline, control)
+        self.background = BackgroundRounds(layout, pipeline, control)
         self._control = control
         self._options = options
         self._generation: Generation | None = None
+        self._generations_alone = 0
         self.ready_order: Sequence[int] = layout.plan.order
         self._local = LocalGradients(layout.params)
         self._step_is_due = False
@@ -70,8 +74,13 @@ class Engine:
 
     @property
     def generations(self) -> int:
-        """How many generations there were."""
-        return self.accord.generation
+        """How many generations there were, together with the other ranks or not: this rank's own count."""
+        return self.accord.generation + self._generations_alone
+
+    @property
+    def is_in_step(self) -> bool:
+        """Does this rank go through its generations together with the others?"""
+        return not self.background.are_in_force
 
     @property
     def state(self) -> AlgorithmState:
@@ -86,6 +95,7 @@ class Engine:
     def replace_state(self, state: AlgorithmState, agree: Callable[[Exception | None], None]) -> None:
         """Go on with another algorithm's state; no weights are moved. As `Layout.replace_state`."""
         self.layout.replace_state(state, agree)
+        self.background.is_paused = False
         self._step_is_due = False
         self.accord.steps.forget()
 
@@ -122,19 +132,12 @@ class Engine:
         return generation
 
     def _accept_without_bucket(self, generation: Generation, index: int) -> None:
+        if generation.launch_on is LaunchOn.TIMER:  # gradients are this rank's own
+            return
         if generation.seen[index]:
-            raise UsageError(
-                f"the gradient of {self.layout.names[index]!r} came twice in one backward",
-                expected="each parameter's gradient once",
-                got="a second one, as reentrant activation checkpoints give for a parameter used twice",
-                fix="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-            )
+            raise refusals.second_gradient(self.layout.names[index])
         if index not in self.layout.plan.sparse:
-            raise UsageError(
-                f"{self.layout.names[index]!r} got a gradient, but it was frozen when the backward began",
-                expected="requires_grad to change between steps",
-                fix="unfreeze it before the model's forward, on every rank",
-            )
+            raise refusals.gradient_of_frozen(self.layout.names[index])
 
     def _open(self) -> Generation:
         if self.join is not None and self.accord.has_data:
@@ -142,13 +145,21 @@ class Engine:
         if self._step_is_due:  # skipped: on all ranks, or one alone would never meet the others again
             self.accord.meet(Place.BEGINNING)
         self.settle()
-        self.layout.follow_the_model()
-        if self.generations == 1 and not self.layout.has_ready_order and self.state.source == "gradient":
-            self.layout.adopt_ready_order(self.ready_order)
+        if self.is_in_step:  # else the plan changes at a safe point only
+            self.layout.follow_the_model()
         self.layout.enter_stage()
+        if self.join is not None and not self.is_in_step:
+            raise refusals.join_out_of_step()
+        if (
+            self.accord.generation == 1
+            and not self.layout.has_ready_order
+            and self.state.source == "gradient"
+        ):
+            self.layout.adopt_ready_order(self.ready_order)
         self._step_error = None
         self._step_is_due = False
-        communicates = self.state.begin_generation(self.generations)
+        number = self.accord.generation if self.is_in_step else self.generations
+        communicates = self.state.begin_generation(number)
         generation = Generation(
             self.buckets,
             len(self.layout.params),
@@ -182,6 +193,9 @@ class Engine:
         generation = self._generation
         if generation is None:
             raise InternalError("a backward ended outside of a generation")
+        if generation.launch_on is LaunchOn.TIMER:
+            self._end_alone(generation)
+            return
         missing = self._missing(generation)
         result = self._complete(generation, missing)
         unseen = (i for i in self.layout.plan.order if not generation.seen[i])
@@ -207,6 +221,15 @@ class Engine:
             self._round_after_step_is_due = generation.communicates
             self._stepped.clear()
         self.state.after_backward(frozenset(self.layout.params[i] for i in unused))
+
+    def _end_alone(self, generation: Generation) -> None:
+        self._close_generation()
+        try:
+            self._refuse_moved_weights(generation)
+        except BaguaError as error:
+            self._step_error = error
+            raise
+        self.state.after_backward(frozenset())
 
     def _complete(self, generation: Generation, missing: Sequence[bool]) -> LedgerResult:
         """Launch what is left, and the ledger beside it; wait for both."""
@@ -241,12 +264,15 @@ class Engine:
     def _close_generation(self) -> None:
         self._generation = None
         self._local.clear()
-        self.accord.generation += 1
+        if self.is_in_step:
+            self.accord.generation += 1
+        else:
+            self._generations_alone += 1
         if self.join is not None:
             self.join.after_generation()
 
     def _judge(self, result: LedgerResult, missing: Sequence[bool], generation: Generation) -> None:
-        verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
+        verdict.raise_if_given_up(result, self._control, self.accord.generation - 1, is_mine=False)
         if self._options.check:
             mine = [self.layout.names[i] for i in generation.nonfinite]
             verdict.raise_if_not_finite(result, self._control, mine)
@@ -258,12 +284,7 @@ class Engine:
         """A step inside of backward (in a user's gradient hook) moves by local gradients, unnoticed."""
         for i, version in zip(self.layout.plan.order, generation.versions, strict=True):
             if self.layout.params[i]._version != version:
-                raise UsageError(
-                    f"{self.layout.names[i]!r} was changed while backward ran",
-                    expected="weights that stay as they are until the gradients are synchronised",
-                    got="a change in place, as an optimizer makes that steps in a gradient hook",
-                    fix="step after backward(); the replicas may differ now",
-                )
+                raise refusals.weights_moved(self.layout.names[i])
 
     def give_up_lost_backward(self) -> None:
         """If the backward of the open generation raised, see the generation through with all ranks.
@@ -275,16 +296,14 @@ class Engine:
             return
         if is_running() and generation.end.callback() is not None:
             return
-        result = self._complete_with_zeros(generation, aborted=True)
+        is_alone = generation.launch_on is LaunchOn.TIMER
+        result = None if is_alone else self._complete_with_zeros(generation, aborted=True)
         self._close_generation()
+        self._step_error = refusals.step_after_exception()
+        if result is None:
+            return
         self.state.rollback()
-        self._step_error = UsageError(
-            "optimizer.step() after a backward that raised",
-            expected="a backward that ran to its end",
-            got="gradients of which only some are there, and only some are averaged",
-            fix="call zero_grad() and repeat the step",
-        )
-        verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=True)
+        verdict.raise_if_given_up(result, self._control, self.accord.generation - 1, is_mine=True)
 
     def shadow_generation(self) -> None:
         """Go through a generation of the other ranks with nothing to add: this rank has no more data."""
@@ -294,7 +313,7 @@ class Engine:
         finally:
             self.accord.has_data = True
         self._close_generation()
-        verdict.raise_if_given_up(result, self._control, self.generations - 1, is_mine=False)
+        verdict.raise_if_given_up(result, self._control, self.accord.generation - 1, is_mine=False)
         self.state.commit()
 
     def _complete_with_zeros(self, generation: Generation, *, aborted: bool = False) -> LedgerResult:
@@ -321,8 +340,9 @@ class Engine:
         trains = training and torch.is_grad_enabled()
         if self.state.launch_on is LaunchOn.STEP_POST and (trains or self._stepped):
             self.settle()  # weights that this forward uses must not move under its backward
-        if not self.pipeline.is_open and self._generation is None:
+        if self.is_in_step and not self.pipeline.is_open and self._generation is None:
             self.layout.follow_the_model()
+            self.layout.enter_stage()
         if (
             self.is_synchronised
             and trains
@@ -338,10 +358,35 @@ class Engine:
 
     def settle(self) -> None:
         """Wait for the round that is outstanding, if one is, and do the one that follows the step."""
+        if not self.is_in_step:  # for rounds in the background only `halt` waits
+            return
         self._finish_round()
         if self._round_after_step_is_due:
             self._launch_round()
             self._finish_round()
+
+    def halt(self, *, takes: bool) -> None:
+        """Between steps: settle, and stop the rounds in the background.
+
+        Args:
+            takes: Let results of rounds in the background move the weights; else they are dropped.
+        """
+        self.pipeline.raise_failure()
+        self.give_up_lost_backward()
+        self.settle()
+        if self.is_in_step and self.state.interval_s is not None:
+            self.layout.enter_stage()  # other ranks may be in it already, and wait for this one
+        self.background.stop(takes=takes)
+
+    def pause(self) -> None:
+        """Stop the rounds in the background together with all ranks, until `resume`."""
+        self.halt(takes=True)
+        self.background.pause()
+
+    def resume(self) -> None:
+        """Let rounds in the background run again."""
+        self.pipeline.raise_failure()
+        self.background.resume()
 
     def _finish_round(self) -> None:
         if self.pipeline.is_open:
@@ -376,19 +421,17 @@ class Engine:
         """
         self.pipeline.raise_failure()
         if is_running():
-            raise UsageError(
-                "optimizer.step() inside of a backward",
-                expected="a step after backward(), when all gradients are synchronised",
-                got="a step in a gradient hook, which would move by local gradients",
-                fix="step after backward()",
-            )
+            raise refusals.step_in_backward()
         self.give_up_lost_backward()
         if self._step_error is not None:
             raise self._step_error
         self._refuse_unsynchronised()
         if self._step_is_due:
             self._launch_round()
-        self._finish_round()
+        if self.is_in_step:
+            self._finish_round()
+        else:
+            self.background.look()
         if self._options.commit == "host":
             self.pipeline.confirm()
         self.state.before_step(optimizer)
@@ -398,21 +441,20 @@ class Engine:
         """`optimizer` has stepped."""
         self._stepped.add(id(optimizer))
         self.state.after_step(optimizer)
-        given = self.state.context.optimizers
-        if self._round_after_step_is_due and all(id(each) in self._stepped for each in given):
+        if any(id(each) not in self._stepped for each in self.state.context.optimizers):
+            return
+        if self._round_after_step_is_due:
             self._launch_round()
+        elif not self.is_in_step:
+            self._stepped.clear()
+            self.background.at_safe_point()
 
     def _refuse_unsynchronised(self) -> None:
         if self.state.source != "gradient":
             return
         local = [self.layout.names[i] for i in self._local.indices()]
         if local:
-            raise UsageError(
-                "optimizer.step() with gradients that were accumulated under no_sync() only",
-                expected="a backward outside of no_sync() before the step",
-                got=f"local gradients of {', '.join(local[:3])}",
-                fix="run the last backward outside of no_sync(), or call zero_grad()",
-            )
+            raise refusals.step_without_synchronising(local)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -443,8 +485,7 @@ class Engine:
         """
         try:
             if orderly and self.pipeline.failure is None:
-                self.give_up_lost_backward()
-                self.settle()
+                self.halt(takes=True)
                 self.pipeline.synchronize()
         finally:
             self.layout.plan.release_gradients()

@@ -186,8 +186,11 @@ class Layout:
             for i, name in enumerate(self.names)
         ]
 
-    def follow_the_model(self) -> None:
+    def follow_the_model(self, before_change: Callable[[], None] | None = None) -> None:
         """Parameters may have been frozen, unfrozen or tied since; the plan follows.
+
+        Args:
+            before_change: Called before the plan changes, if it does.
 
         Raises:
             UsageError: they were changed in another way; it ends the attachment on all ranks.
@@ -201,6 +204,8 @@ class Layout:
             raise
         before, now = set(self.plan.order), set(trainable)
         if before != now:
+            if before_change is not None:
+                before_change()
             new = [i for i in trainable if i not in before]
             if self.on_new_parameters is not None:
                 self.on_new_parameters(new)

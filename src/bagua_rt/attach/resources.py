@@ -43,6 +43,7 @@ class Resources:
     def __init__(self, group: ProcessGroup, name: str | None, lines: Sequence[Line]) -> None:
         self.group = group
         self.describe: Callable[[], str] = lambda: "attaching a model"
+        self.listen: Callable[[], None] = lambda: None
         self._undo = ExitStack()
         with ExitStack() as undo:
             self.control: Control = group.control(_TOPIC)
@@ -65,8 +66,9 @@ class Resources:
         )
 
     def _answer(self) -> None:
-        """On the loop thread: tell a rank that waits what this one is doing."""
+        """On the loop thread: tell a rank that waits what this one is doing, and hear what others say."""
         self.control.roll_call.answer(self.describe)
+        self.listen()
 
     def on_close(self, fn: Callable[[], None]) -> None:
         """Call `fn` when these are closed, before anything else."""

@@ -1,6 +1,8 @@
-"""News of failures: a rank that failed says so, and the ranks that wait look."""
+"""News: a rank that failed, or left in good order, says so, and the ranks that wait look."""
 
 from __future__ import annotations
+
+import contextlib
 
 from bagua_rt.errors import PeerError
 from bagua_rt.rendezvous import StoreClient
@@ -45,3 +47,29 @@ class FailureBoard:
         client, self._client = self._client, None
         if client is not None:
             client.close()
+
+
+class DepartureBoard:
+    """Where a rank says that it leaves in good order, to ranks that can do without. Any thread may use it.
+
+    Args:
+        client: A store client; None in a job of one rank.
+    """
+
+    def __init__(self, client: StoreClient | None) -> None:
+        self._client = client
+        self._seen: str | None = None
+
+    def post(self, text: str) -> None:
+        """Tell the other ranks. The first post stays; later ones are dropped."""
+        if self._client is not None:
+            with contextlib.suppress(PeerError):  # there is nobody left to tell
+                self._client.write_once("departure", text)
+
+    def poll(self) -> str | None:
+        """What a rank posted; None while there is no news. Never waits. A store that died is no departure."""
+        if self._seen is None and self._client is not None:
+            with contextlib.suppress(PeerError):
+                found = self._client.peek("departure")
+                self._seen = None if found is None else found.decode(errors="replace")
+        return self._seen

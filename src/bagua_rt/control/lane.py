@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import (
     ReduceOp,
 )
 
-from bagua_rt.control.failure_board import FailureBoard
+from bagua_rt.control.failure_board import DepartureBoard, FailureBoard
 from bagua_rt.control.patience import Patience
 from bagua_rt.control.roll_call import RollCall
 from bagua_rt.errors import BaguaError, ClosedError, LayoutMismatchError, PeerError
@@ -111,6 +111,7 @@ class Control:
 
     Attributes:
         failures: The failure board, which every wait of this lane looks at.
+        departures: Where a rank says that it left in good order, to ranks that need not go with it.
         roll_call: Asks the other ranks what they are doing.
 
     Raises:
@@ -126,6 +127,7 @@ class Control:
         self.name = name
         self.timeout_s = timeout_s
         self.failures = FailureBoard(None)
+        self.departures = DepartureBoard(None)
         self.roll_call = RollCall(None, rank, world_size)
         self._pid = os.getpid()
         self._is_closed = False
@@ -144,7 +146,9 @@ class Control:
                 )
             except RuntimeError as error:
                 raise _peer_error(f"making the control lane {name}", error, "") from error
-            self.failures = FailureBoard(client.clone())
+            news = client.clone()
+            self.failures = FailureBoard(news)
+            self.departures = DepartureBoard(news)
             self.roll_call = RollCall(client.clone(), rank, world_size)
 
     def agree(self, topic: str, payload: bytes = b"", timeout_s: float | None = None) -> list[bytes]:

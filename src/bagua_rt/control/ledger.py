@@ -24,6 +24,7 @@ class Place(Enum):
     BEGINNING = "the beginning of a backward, with no step since the last"
     FORWARD = "a forward, with no step since the last backward"
     STEP = "optimizer.step()"
+    BACKGROUND = "a round in the background"
 
 
 _PLACES = {place: number for number, place in enumerate(Place)}
