@@ -111,7 +111,7 @@ class _State(AlgorithmState):
         for bucket in self._buckets:
             weights = [param.detach() for param in bucket.params]
             y, mean = bucket.flat, self._means[bucket.index]
-            x = torch.zeros_like(y)
+            x = torch.empty_like(y)
             kernels.copy_in(weights, views_in(x, bucket), 1.0, compute)
             # What has not moved takes the mean as it is: those ranks are bit-equal there.
             has_moved = x != y
