@@ -6,7 +6,8 @@ import gc
 import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bagua_rt as bagua
+from bagua_rt.algorithms.base import AlgorithmState, Context
+from bagua_rt.backend import Communicator, Stream
+from bagua_rt.bucket import Bucket
 from tests.micro import KINDS, SIZES, One, Two, backward, caught, feed, grad, group, mean, on, wrap
 from tests.ranks import RankContext, RankPool
 
@@ -466,6 +470,77 @@ def test_b17_zero_grad_in_every_way(pool: RankPool, kind: str, world_size: int) 
         assert len(found) == 16
         for choice, seen in found.items():
             assert seen == [(mean(world_size), mean(world_size))] * 4, choice
+
+
+@dataclass(frozen=True)
+class Elsewhere(bagua.GradientAllReduce):
+    """Reduces into a new tensor, as a communication hook does; and what can go wrong with it."""
+
+    name: ClassVar[str] = "elsewhere"
+    then: str = "copied"
+
+    def bind(self, context: Context) -> Any:
+        return ElsewhereState(context, self.then)
+
+
+class ElsewhereState(AlgorithmState):
+    def __init__(self, context: Context, then: str) -> None:
+        super().__init__(context)
+        self.scale = 1.0 / context.world_size
+        self.then = then
+
+    def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
+        result = torch.empty_like(bucket.flat)
+        comm.all_reduce(result, bucket.flat, "sum", stream=stream)
+        if self.then == "assigned":
+            bucket.flat = result
+        elif self.then == "of another shape":
+            self.context.device.run(stream, lambda: bucket.flat.copy_(result.repeat(2)))
+        elif self.then == "of another dtype":
+            self.context.device.run(stream, lambda: torch.add(result, 0, out=bucket.flat.view(torch.int32)))
+        else:
+            self.context.device.run(stream, lambda: bucket.flat.copy_(result))
+
+
+def b18(ctx: RankContext, kind: str, then: str, as_view: bool) -> dict[str, Any]:
+    with group(ctx, timeout_s=20.0):
+        model = Two()
+        wrapped = wrap(kind, model, algorithm=Elsewhere(then=then), gradient_as_bucket_view=as_view)
+        seen: list[float | None] = []
+
+        def steps() -> None:
+            for _ in range(3):
+                model.zero_grad()
+                backward(wrapped, ctx)
+                seen.extend([grad(model.a.weight), grad(model.b.weight)])
+
+        return {"error": caught(steps), "seen": seen}
+
+
+@pytest.mark.parametrize("as_view", VIEWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_b18_a_result_in_a_new_tensor_is_copied_back(pool: RankPool, kind: str, as_view: bool) -> None:
+    for found in on(pool, 2, b18, kind, "copied", as_view):
+        assert found == {"error": ("", ""), "seen": [1.5] * 6}
+
+
+@pytest.mark.parametrize(
+    ("then", "part"),
+    [
+        ("assigned", "the buffer of bucket 0 can't be replaced"),
+        ("of another shape", "must match"),
+        ("of another dtype", "can't be cast"),
+    ],
+)
+def test_b18_a_result_that_does_not_fit_is_an_error_with_the_bucket(
+    pool: RankPool, then: str, part: str
+) -> None:
+    for found in on(pool, 2, b18, "attach", then, True):
+        kind, text = found["error"]
+        assert kind in ("UsageError", "CollectiveError", "PeerError")
+        assert "bucket 0 (b.weight, a.weight)" in text
+        assert part in text
+        assert found["seen"] == []
 
 
 # ---- C. Hooks and wrapping ------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def reports(result: ScriptResult) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", ["die", "leave", "raise"])
-def test_a_rank_that_goes_is_noticed_at_once_and_named(tmp_path: Path, world_size: int, mode: str) -> None:
+def test_b54_a_rank_that_goes_is_noticed_and_named(tmp_path: Path, world_size: int, mode: str) -> None:
     *survivors, victim = trained(tmp_path, world_size, mode, deadline_s=30.0)
     assert victim.exit_code == {"die": 7, "leave": 0, "raise": 1}[mode], victim.stderr
     for rank, result in enumerate(survivors):
@@ -131,7 +131,7 @@ def test_a_rank_that_goes_is_noticed_at_once_and_named(tmp_path: Path, world_siz
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_survivors_go_on_in_a_smaller_world_to_the_right_weights(tmp_path: Path, world_size: int) -> None:
+def test_b54_survivors_go_on_in_a_smaller_world_to_the_right_weights(tmp_path: Path, world_size: int) -> None:
     *survivors, _ = trained(tmp_path, world_size, "die", deadline_s=30.0)
     weights = [reports(result)[1]["weights"] for result in survivors]
     assert all(own == weights[0] for own in weights)

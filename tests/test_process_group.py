@@ -354,7 +354,7 @@ def test_a_store_of_the_caller_serves_several_inits(pools: Pools, port: int) -> 
 # ------------------------------------------------------------------------ errors of the rendezvous
 
 
-def test_a_port_in_use_is_said_at_once(port: int) -> None:
+def test_b56_a_port_in_use_is_said_at_once(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         kind, text, took_s = attempt(port, 0, 2)
     assert kind == "UsageError"
@@ -363,7 +363,7 @@ def test_a_port_in_use_is_said_at_once(port: int) -> None:
     assert took_s < 5
 
 
-def test_a_name_that_does_not_resolve_is_said_at_once() -> None:
+def test_b56_a_name_that_does_not_resolve_is_said_at_once() -> None:
     variables = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": 29500}
     begin = time.monotonic()
     with environment(**variables), pytest.raises(UsageError) as caught:
@@ -396,14 +396,14 @@ def claims(
     return attempt(port, ranks[ctx.rank], sizes[ctx.rank], **arguments)
 
 
-def test_two_ranks_that_claim_one_rank_all_hear_of_it(pools: Pools, port: int) -> None:
+def test_b56_two_ranks_that_claim_one_rank_all_hear_of_it(pools: Pools, port: int) -> None:
     for kind, text, took_s in pools(3).run(claims, port, [0, 1, 1], [3, 3, 3], timeout=100.0):
         assert kind == "UsageError"
         assert f"rank 1 is claimed by two processes at 127.0.0.1:{port}" in text
         assert took_s < 10
 
 
-def test_two_ranks_that_claim_rank_0_all_hear_of_it(pools: Pools, port: int) -> None:
+def test_b56_two_ranks_that_claim_rank_0_all_hear_of_it(pools: Pools, port: int) -> None:
     answers = pools(3).run(claims, port, [0, 0, 1], [3, 3, 3], timeout=100.0)
     assert [kind for kind, _, _ in answers] == ["UsageError"] * 3
     texts = sorted(text for _, text, _ in answers)
@@ -505,7 +505,7 @@ def await_files(paths: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("names", [["", ""], ["one", "two"], ["one", ""]])
-def test_a_second_job_on_the_port_of_a_running_one(pools: Pools, port: int, names: list[str]) -> None:
+def test_b56_a_second_job_on_the_port_of_a_running_one(pools: Pools, port: int, names: list[str]) -> None:
     answers = pools(4).run(two_jobs, port, names, timeout=100.0)
     assert answers[0][:2] == ("", "4.0"), "the running job goes on"
     assert answers[1][:2] == ("", "4.0")
@@ -533,7 +533,7 @@ def jobs_at_once(ctx: RankContext, port: int) -> tuple[int, str, float]:
 
 
 @pytest.mark.parametrize("_", range(3))
-def test_two_jobs_that_start_at_once_never_mix(pools: Pools, port: int, _: int) -> None:
+def test_b56_two_jobs_that_start_at_once_never_mix(pools: Pools, port: int, _: int) -> None:
     # Two nameless jobs of two ranks. Either one of them runs alone, or every process gets an error.
     for job, text, value in pools(4).run(jobs_at_once, port, timeout=100.0):
         assert text or value == 2.0 + 20.0 * job, "a rank of one job was joined with a rank of the other"
@@ -620,7 +620,7 @@ def test_torchrun_serves_its_own_store(tmp_path: Any) -> None:
         ("cycle", (0, 0)),
     ],
 )
-def test_the_end_of_a_process_keeps_its_exit_code(port: int, how: str, codes: tuple[int, int]) -> None:
+def test_b58_the_end_of_a_process_keeps_its_exit_code(port: int, how: str, codes: tuple[int, int]) -> None:
     from tests.ranks import run_scripts
 
     env = [

@@ -164,7 +164,8 @@ class Bucket:
 
     Attributes:
         plan: What lies where.
-        flat: The buffer that is communicated, ``[padded_numel]``; its padding is 0 and must stay 0.
+        flat: The buffer that is communicated, ``[padded_numel]``; its padding is 0 and must stay 0. It
+            can't be replaced: gradients and weights are views of it.
         views: For each parameter, its part of `flat`, with the parameter's shape and strides.
         params: The parameters, in the order of the views.
         index: ``plan.index``.
@@ -174,9 +175,23 @@ class Bucket:
         self.plan = plan
         self.index = plan.index
         self.params = tuple(params)
-        self.flat = torch.zeros(plan.padded_numel, dtype=plan.dtype, device=plan.device)
+        self._flat = torch.zeros(plan.padded_numel, dtype=plan.dtype, device=plan.device)
         self.views = tuple(
-            torch.as_strided(self.flat, slot.spec.shape, slot.spec.stride, slot.offset) for slot in plan.slots
+            torch.as_strided(self._flat, slot.spec.shape, slot.spec.stride, slot.offset)
+            for slot in plan.slots
+        )
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return self._flat
+
+    @flat.setter
+    def flat(self, value: object) -> None:
+        raise UsageError(
+            f"the buffer of bucket {self.index} can't be replaced",
+            expected="communicate() to work in place, or to copy its result there",
+            got=f"an assignment of {type(value).__name__} to bucket.flat",
+            fix="write bucket.flat.copy_(result), on the lane",
         )
 
     def holds(self, tensor: torch.Tensor) -> bool:

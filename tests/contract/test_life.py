@@ -204,7 +204,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_process_ends_with_its_own_exit_code(
+def test_b58_the_process_ends_with_its_own_exit_code(
     backend: str, environment: Mapping[str, str], way: str, tmp_path: Path
 ) -> None:
     results = run_scripts(

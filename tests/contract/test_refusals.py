@@ -122,7 +122,7 @@ def all_are_refused(ctx: RankContext, backend: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_wrong_arguments_are_refused_before_launch(pools: Pools, backend: str, size: int) -> None:
+def test_b27_wrong_arguments_are_refused_before_launch(pools: Pools, backend: str, size: int) -> None:
     pools(size).run(all_are_refused, backend)
 
 
