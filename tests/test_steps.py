@@ -303,3 +303,62 @@ def test_a_skip_before_a_collective_step_is_told_at_once(pool: RankPool, has_buf
         assert "expected optimizer.step() on every rank, as on rank 0" in found["error"][1]
         assert "no step since the last" in found["error"][1]
         assert found["seconds"] < 5.0
+
+
+# ---- a line search, which decides by the loss
+
+
+def searched(model: nn.Module, forward: Any, optimizer: Any, data: torch.Tensor, agreed: Any) -> list[float]:
+    """docs/what-happens-when.md, "An optimizer that looks at the loss"."""
+    target = data.sum(1, keepdim=True).sin()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (forward(data) - target).square().mean()
+        loss.backward()
+        return agreed(loss.detach())  # type: ignore[no-any-return]
+
+    for _ in range(4):
+        optimizer.step(closure)
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+def search_model() -> tuple[nn.Module, Any]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return model, torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+
+SEARCH_DATA = torch.linspace(-2, 2, 36, dtype=torch.float64).view(12, 3)
+
+
+def line_search(ctx: RankContext, agrees: bool) -> tuple[list[float], tuple[str, str]]:
+    with group(ctx, timeout_s=20.0) as pg:
+        model, optimizer = search_model()
+        wrapped = wrap("attach", model, optimizer)
+        mine = SEARCH_DATA[ctx.rank :: ctx.world_size]
+
+        def agreed(loss: torch.Tensor) -> torch.Tensor:
+            if agrees:
+                pg.world.all_reduce_(loss, "avg").wait()
+            return loss
+
+        found: list[float] = []
+        error = caught(lambda: found.extend(searched(model, wrapped.forward, optimizer, mine, agreed)))
+        return found, error
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_line_search_over_an_agreed_loss_is_that_of_one_process(pool: RankPool, world_size: int) -> None:
+    results = on(pool, world_size, line_search, True)
+    model, optimizer = search_model()
+    expected = searched(model, model, optimizer, SEARCH_DATA, lambda loss: loss)
+    for weights, error in results:
+        assert error == ("", "")
+        assert weights == results[0][0], "bit-equal"
+        assert weights == pytest.approx(expected, rel=1e-7, abs=1e-9)
+
+
+def test_a_line_search_over_local_losses_is_told(pool: RankPool) -> None:
+    for _, (kind, text) in on(pool, 2, line_search, False, timeout=100.0):
+        assert kind in ("LayoutMismatchError", "PeerError", "CollectiveTimeoutError"), text

@@ -8,7 +8,7 @@ rank's own loss), diverges without a sound; so each generation's ledger carries 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,8 @@ import torch
 from bagua_rt.attach.agreement import Line
 
 _SETTINGS = ("lr", "momentum", "betas", "weight_decay")  # what schedulers change
-_Group = tuple[object, ...]
+_LINE_SEARCH = ("t", "func_evals")  # where LBFGS's line search ended, and after how many losses
+_Group = tuple[tuple[str, object], ...]
 
 
 @dataclass
@@ -67,9 +68,10 @@ class Steps:
             return
         progress = self._of.get(optimizer) or self._enter(optimizer)
         progress.steps += 1
-        progress.groups = tuple(
-            tuple(_plain(group.get(key)) for key in _SETTINGS) for group in optimizer.param_groups
-        )
+        progress.groups = tuple(_values(group, _SETTINGS) for group in optimizer.param_groups)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            states = (optimizer.state[param] for param in optimizer.param_groups[0]["params"])
+            progress.groups += tuple(_values(state, _LINE_SEARCH) for state in states if "t" in state)
         self._digest = b""
 
     def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -94,10 +96,14 @@ class Steps:
         for progress in self._progress:
             lines.append((f"the steps of {progress.label}", str(progress.steps)))
             for number, group in enumerate(progress.groups):
-                values = zip(_SETTINGS, group, strict=True)
-                text = ", ".join(f"{key} {value}" for key, value in values if value is not None)
+                text = ", ".join(f"{key} {value}" for key, value in group)
                 lines.append((f"group {number} of {progress.label} in its last step", text))
         return lines
+
+
+def _values(entries: Mapping[str, Any], keys: Sequence[str]) -> _Group:
+    plain = ((key, _plain(entries.get(key))) for key in keys)
+    return tuple((key, value) for key, value in plain if value is not None)
 
 
 def _plain(value: Any) -> object:
