@@ -1,4 +1,4 @@
-# make train · make test · make coverage · make check · make fix · make kernels        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
+# make train · test · coverage · check · fix · kernels · test-gpu · gpu-check        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
 EXTRA  ?=
@@ -8,7 +8,7 @@ BIN    := .venv/bin
 PIP    := $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 ,      := ,
 
-.PHONY: train test coverage check fix kernels clean FORCE
+.PHONY: train test coverage check fix kernels test-gpu gpu-check clean FORCE
 .DEFAULT_GOAL := check
 
 train: .venv/installed  ## two ranks train a byte-level GPT; ARGS="--algorithm onebit_adam --ranks 3", ARGS=--help
@@ -26,6 +26,15 @@ check: .venv/dev  ## what needs no run: lint, format, types, layers, CHANGELOG a
 
 kernels: .venv/dev  ## compile kernels/ for sm_70 to sm_120; registers, stack and shared memory of each
 	$(BIN)/python tools/compile_kernels.py
+
+# On a machine with a GPU nothing is installed: the Python that has a CUDA build of torch runs the checkout as it is.
+HERE := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+test-gpu:  ## the tests that need a CUDA device
+	$(HERE) -m pytest -m gpu $(ARGS)
+
+gpu-check:  ## everything that only a GPU can show, under 4 minutes; ARGS="--nccl PATH", ARGS=--help
+	$(HERE) tools/gpu_check $(ARGS)
 
 fix: .venv/dev  ## what ruff can mend by itself
 	$(BIN)/ruff check --fix && $(BIN)/ruff format

@@ -71,14 +71,16 @@ def launch(
 class Buffers:
     """Memory at a chosen misalignment, poisoned, with guards that must survive."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._all: list[tuple[torch.Tensor, int, int]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
         """A poisoned tensor, `offset` elements past a 64-byte boundary."""
         numel = int(torch.Size(shape).numel())
         begin = GUARD + offset * dtype.itemsize
-        memory = torch.full((begin + numel * dtype.itemsize + GUARD,), POISON, dtype=torch.uint8)
+        size = begin + numel * dtype.itemsize + GUARD
+        memory = torch.full((size,), POISON, dtype=torch.uint8, device=self._device)
         assert memory.data_ptr() % 64 == 0
         self._all.append((memory, begin, begin + numel * dtype.itemsize))
         return memory[begin : begin + numel * dtype.itemsize].view(dtype).view(shape)

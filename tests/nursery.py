@@ -141,7 +141,10 @@ def serve(fd: int) -> Any:
     die_with_parent()
     import gc
 
-    import bagua_rt  # noqa: F401  # imported for its children
+    # Imported for its children; their first optimizer imports torch._dynamo, which takes as long as torch.
+    import torch._dynamo  # noqa: F401
+
+    import bagua_rt  # noqa: F401
 
     gc.collect()
     gc.freeze()

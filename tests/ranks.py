@@ -78,14 +78,14 @@ class RankContext:
     folder: str
     _stores: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    def store(self) -> Any:
-        """A store that no other run uses: a file of its own."""
-        if "main" not in self._stores:
+    def store(self, name: str = "main", world_size: int | None = None) -> Any:
+        """A store that no other run uses: a file of its own for each name."""
+        if name not in self._stores:
             import torch.distributed as dist
 
-            path = Path(self.folder) / f"store-{self.run}"
-            self._stores["main"] = dist.FileStore(str(path), self.world_size)
-        return self._stores["main"]
+            path = Path(self.folder) / f"store-{self.run}-{name}"
+            self._stores[name] = dist.FileStore(str(path), world_size or self.world_size)
+        return self._stores[name]
 
 
 @dataclass

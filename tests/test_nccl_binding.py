@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools import nccl_layouts
 
 from bagua_rt.backends import _nccl_functions as functions
 from bagua_rt.backends._nccl import Nccl, NcclStatusError
@@ -21,6 +20,7 @@ from bagua_rt.backends._nccl_comm import NcclComm
 from bagua_rt.errors import BackendUnavailableError, NcclError, UsageError
 from tests import fake_nccl
 from tests.fake_nccl import COMM, UNIQUE_ID, Fake
+from tools import nccl_layouts
 
 TABLE: dict[str, Any] = json.loads(nccl_layouts.TABLE.read_text())
 FLOAT32, BFLOAT16, INT64 = (functions.datatype(name) for name in ("float32", "bfloat16", "int64"))

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tools import nccl_layouts
 
 from bagua_rt.backends import _nccl_functions as functions
 from bagua_rt.backends._nccl import NcclStatusError
 from bagua_rt.errors import ClosedError, CollectiveTimeoutError
 from tests import fake_nccl
 from tests.fake_nccl import CHILD, COMM, UNIQUE_ID, Fake
+from tools import nccl_layouts
 
 TABLE: dict[str, Any] = json.loads(nccl_layouts.TABLE.read_text())
 FLOAT32 = functions.datatype("float32")

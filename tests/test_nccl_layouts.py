@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools import nccl_layouts
 
 from bagua_rt.backends import _nccl_functions as functions
 from bagua_rt.backends._nccl_config import FIELDS, NEWEST, config_type, make_config
 from bagua_rt.backends._nccl_library import NcclLibrary, version_text
 from bagua_rt.errors import BackendUnavailableError, UsageError
+from tools import nccl_layouts
 
 TABLE: dict[str, Any] = json.loads(nccl_layouts.TABLE.read_text())
 

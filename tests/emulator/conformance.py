@@ -395,17 +395,20 @@ def _(w: World) -> object:
     return same((w.nccl.code("ncclCommDestroy", None), w.nccl.code("ncclCommAbort", None)), (0, 0))
 
 
+def put(world: World, statement: str, check: Check) -> Result:
+    """Checks one statement, from an idle device, and leaves it idle."""
+    try:
+        observed = check(world)
+    except Exception as error:
+        observed = f"{type(error).__name__}: {error}"
+    world.cuda.call("cuCtxSynchronize")
+    return Result(statement, observed is True, "" if observed is True else str(observed))
+
+
 def run_all() -> list[Result]:
-    """Checks every statement, each from an idle device."""
+    """Checks every statement."""
     world = World()
-    results = []
-    for text, check in STATEMENTS:
-        try:
-            observed = check(world)
-        except Exception as error:
-            observed = f"{type(error).__name__}: {error}"
-        world.cuda.call("cuCtxSynchronize")
-        results.append(Result(text, observed is True, "" if observed is True else str(observed)))
+    results = [put(world, statement, check) for statement, check in STATEMENTS]
     world.nccl.call("ncclCommDestroy", world.comm)
     return results
 

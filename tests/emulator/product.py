@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from bagua_rt.backend import Backend
 
 from . import build, emulator
 
@@ -13,14 +17,16 @@ OPERATIONS = (
 )
 
 
-def kernels() -> Path:
-    """A folder of the texts that the product has compiled, for g++."""
+def kernels(
+    operations: Collection[str] = OPERATIONS, elements: Collection[str] = (), name: str = "product_kernels"
+) -> Path:
+    """A folder of the texts that the product has compiled, for g++; of some element types, or of all."""
     from bagua_rt.backends._nvrtc import variants
 
-    folder = build.cache_directory() / "product_kernels"
+    folder = build.cache_directory() / name
     folder.mkdir(parents=True, exist_ok=True)
     for variant in variants():
-        if variant.operation in OPERATIONS:
+        if variant.operation in operations and (not elements or set(variant.elements) <= set(elements)):
             path, text = folder / f"{variant.entry()}.cu", variant.source()
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)
@@ -40,3 +46,19 @@ def install() -> None:
 
     emulator.assert_loaded()
     vars(cuda)["CudaTorch"] = EmulatedTorch
+
+
+@contextmanager
+def computing(backend: Backend) -> Iterator[None]:
+    """Let the body's torch operations run on the compute stream of an emulated backend."""
+    device: Any = backend.device
+    with device.torch_side.on_compute_stream():
+        yield
+
+
+def findings() -> list[str]:
+    """What the emulator has reported since it was last asked, once all streams are idle."""
+    found = [] if emulator.drain() else ["a stream that is stuck"]
+    found += emulator.reports()
+    emulator.reset()
+    return found
