@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -297,3 +298,36 @@ def open_without_torch(ctx: RankContext) -> str:
         with pytest.raises(BackendUnavailableError) as caught:
             open_backend("cuda", timeout_s=5, config=RuntimeConfig.from_environment(), local_rank=0)
     return str(caught.value)
+
+
+def traced(ctx: RankContext, commit: Any, path: str) -> tuple[dict[str, int], list[str]]:
+    """How many spans of each kind two steps leave, after one that is not traced and before another."""
+    with open_group(ctx, "emulated"):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = bagua.attach(model, optimizer, commit=commit)
+
+        def step() -> None:
+            model(torch.ones(2, 24)).sum().backward()
+            optimizer.step()
+
+        step()
+        with run.tracing(path) as trace:
+            step()
+            step()
+        step()
+        run.close()
+        kinds = [span.name if span.name.startswith("exposed") else span.track for span in trace.spans]
+    return {kind: kinds.count(kind) for kind in kinds}, found()
+
+
+@pytest.mark.parametrize("commit", ["host", "stream"])
+def test_a_trace_has_the_rounds_within_it(
+    environment: Mapping[str, str], tmp_path: Path, commit: str
+) -> None:
+    ((spans, reports),) = RankPool(1, environment).run(traced, commit, str(tmp_path / "trace.json"))
+    assert not reports
+    assert spans.pop("exposed communication") == 2
+    assert spans.pop("queue") == 2
+    assert sum(spans.values()) == 2, spans  # the one bucket, in its lane
+    assert (tmp_path / "trace.json").exists()

@@ -99,11 +99,13 @@ class Round:
         ready: For each bucket, the event at which its contents are in place.
         done: For each bucket, the event at which its communication is complete.
         launched_us: For each bucket, when it was launched: host clock, microseconds.
+        is_timed: Do the events of its buckets have a time?
     """
 
-    def __init__(self, number: int, bucket_count: int, purpose: str = "") -> None:
+    def __init__(self, number: int, bucket_count: int, purpose: str = "", *, is_timed: bool = False) -> None:
         self.number = number
         self.purpose = purpose
+        self.is_timed = is_timed
         self.launched = threading.Event()
         self.error: Exception | None = None
         self.ready: list[Event | None] = [None] * bucket_count
@@ -173,14 +175,14 @@ class Pipeline:
     def begin(self) -> None:
         """Open a round."""
         self.confirm()
-        self._round = Round(self._next_number, len(self._buckets))
+        self._round = Round(self._next_number, len(self._buckets), is_timed=self.is_timed)
         self._next_number += 1
         self._order.begin()
 
     def ready(self, bucket: int) -> None:
         """The contents of `bucket` are in place, in the order of the calling thread's compute stream."""
         round_ = self._open_round()
-        event = self._device.record(self._device.compute_stream(), timed=self.is_timed)
+        event = self._device.record(self._device.compute_stream(), timed=round_.is_timed)
         self._loop.submit(lambda: self._launch(round_, bucket, event))
 
     def _launch(self, round_: Round, bucket: int, ready: Event) -> None:
@@ -202,7 +204,7 @@ class Pipeline:
             self._device.wait(stream, ready)
         round_.launched_us[index] = time.perf_counter_ns() / 1000
         state.communicate(self._buckets[index], self._communicators.world, stream)
-        round_.done[index] = self._device.record(stream, timed=self.is_timed)
+        round_.done[index] = self._device.record(stream, timed=round_.is_timed)
         self._order.mark_done(index)
         if index == len(self._buckets) - 1:
             round_.launched.set()
@@ -272,7 +274,7 @@ class Pipeline:
         except BaguaError as error:
             self.fail(error)
             raise
-        if self.on_round_complete is not None:
+        if self.on_round_complete is not None and round_.is_timed:
             self.on_round_complete(round_, began, ended)
 
     def _wait_for(self, round_: Round, while_waiting: Callable[[], None] | None) -> None:

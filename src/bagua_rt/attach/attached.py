@@ -255,11 +255,13 @@ class Attached:
 
         Raises:
             OSError: the file can't be written.
+            CollectiveError: with ``commit="stream"``, the last communication failed.
         """
         attachment = self._open()
         attachment.start_trace()
         try:
             yield attachment.trace
+            attachment.engine.pipeline.confirm()  # where only the device has waited, the last round is unseen
         finally:
             attachment.stop_trace()
             attachment.trace.write_chrome(path)
