@@ -25,7 +25,7 @@ from . import emulator
 Range = tuple[int, int]
 STUCK_S = 60.0
 HOSTS_FILES = (
-    "/bagua_rt/process_group.py",
+    "/bagua_rt/process_group/group.py",
     "/bagua_rt/rendezvous/meeting.py",
     "/bagua_rt/replicate/structure.py",
 )

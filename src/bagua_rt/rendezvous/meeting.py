@@ -334,7 +334,7 @@ def _connect(host: str, port: int, pace: Pace, timeout_s: float, prefix: str) ->
                 )
                 refusal = "a program that does not answer as a store"
                 endpoint = (str(sentinel.getpeername()[0]), port)
-                store = within(pace.left_s, partial(_client, endpoint, timeout_s))
+                store = within(pace.left_s, partial(_client, endpoint, pace.left_s, timeout_s))
                 undo.pop_all()
                 return StoreClient(store, f"{host}:{port}", prefix, endpoint, sentinel)
             except TimeoutError:
@@ -352,9 +352,12 @@ def _connect(host: str, port: int, pace: Pace, timeout_s: float, prefix: str) ->
         pace.pause()
 
 
-def _client(endpoint: tuple[str, int], timeout_s: float) -> Store:
-    limit = timedelta(seconds=timeout_s)
-    return TCPStore(endpoint[0], endpoint[1], None, False, limit, wait_for_workers=False)
+def _client(endpoint: tuple[str, int], connect_s: float, timeout_s: float) -> Store:
+    """A client of torch's; a thread that is left behind in here ends soon after `connect_s`."""
+    limit = timedelta(seconds=connect_s)
+    store = TCPStore(endpoint[0], endpoint[1], None, False, limit, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def _listen(port: int, families: set[int]) -> socket.socket:
@@ -389,7 +392,7 @@ def _serve(host: str, port: int, families: set[int], seat: Seat, timeout_s: floa
     server = TCPStore(
         "127.0.0.1", port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    keys = StoreClient(_client(("127.0.0.1", port), timeout_s), f"{host}:{port}", "bagua_rt/")
+    keys = StoreClient(_client(("127.0.0.1", port), timeout_s, timeout_s), f"{host}:{port}", "bagua_rt/")
     nonce = uuid.uuid4().hex
     keys.set("server", json.dumps({"nonce": nonce, "job": seat.job}))
     return Rendezvous(keys, seat, server, nonce)

@@ -1,4 +1,4 @@
-"""Groups of ranks: `init`, `shutdown`, who is where, and the communicators of a group.
+"""A group of ranks: who is where, its communicators, and those of what is attached to it.
 
 [Note: leaders]
     A node is a set of ranks that share a machine, as the launcher or the caller says. `intra_node` joins
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from bagua_rt import rendezvous
 from bagua_rt.backend import Backend, Communicator, Stream
-from bagua_rt.backends import open_backend
-from bagua_rt.config import Launch, RuntimeConfig
 from bagua_rt.control import Control
 from bagua_rt.errors import ClosedError, UsageError
 from bagua_rt.rendezvous import Rendezvous, Seat, StoreClient, arrange_nodes, meet, within_group
@@ -31,12 +25,7 @@ from bagua_rt.rendezvous import Rendezvous, Seat, StoreClient, arrange_nodes, me
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_log = logging.getLogger("bagua_rt")
-_open_groups: list[ProcessGroup] = []
-_inherited: list[ProcessGroup] = []  # open in the process that forked this one: kept, so never destroyed here
-
-
-# ------------------------------------------------------------------------------------------------- the group
+open_groups: list[ProcessGroup] = []
 
 
 @dataclass(frozen=True)
@@ -79,7 +68,7 @@ class Communicators:
 
 
 @dataclass
-class _Job:
+class Job:
     """What all groups of one `init` share."""
 
     backend: Backend
@@ -123,7 +112,7 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, job: _Job, seats: Sequence[Seat], rank: int, name: str, lanes: int, *, owns_job: bool = False
+        self, job: Job, seats: Sequence[Seat], rank: int, name: str, lanes: int, *, owns_job: bool = False
     ) -> None:
         self._job = job
         self._owns_job = owns_job
@@ -150,7 +139,7 @@ class ProcessGroup:
         self.world = self._communicators.world
         self.intra_node = self._communicators.intra_node
         self.inter_node = self._communicators.inter_node
-        _open_groups.append(self)
+        open_groups.append(self)
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -319,9 +308,9 @@ class ProcessGroup:
         Raises:
             BaseException: the first error of a callback registered with `on_close`; all else is closed.
         """
-        if self.is_closed or self not in _open_groups:
+        if self.is_closed or self not in open_groups:
             return
-        _open_groups.remove(self)
+        open_groups.remove(self)
         with contextlib.ExitStack() as steps:  # runs every step, last first, and raises what the steps raised
             if self._owns_job:
                 steps.callback(self._job.close)
@@ -358,142 +347,3 @@ def _checked_rank(rank: Any, world_size: int) -> int:
             got=repr(rank),
         )
     return rank
-
-
-# --------------------------------------------------------------------------------------------- init, shutdown
-
-
-def init(
-    device: str | torch.device | None = None,
-    *,
-    store: Store | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    local_world_size: int | None = None,
-    timeout_s: float = 300.0,
-    lanes: int = 2,
-) -> ProcessGroup:
-    """Meet the other ranks and make the group of all of them. Collective over the job.
-
-    What is not given comes from the launcher: torchrun, Slurm's srun and Open MPI's mpirun are understood.
-    With none of them the world has one rank, and needs no port, store or library.
-
-    Args:
-        device: "cpu", "cuda", "cuda:1"; None takes a CUDA device where one is visible, else the CPU.
-        store: A ``torch.distributed`` store to meet through, in place of MASTER_ADDR and MASTER_PORT.
-        rank: This process's rank; together with `world_size`.
-        world_size: Number of ranks; together with `rank`.
-        local_world_size: Number of ranks on this node.
-        timeout_s: The deadline of every wait that names none.
-        lanes: Number of communication streams.
-
-    Returns:
-        The group; use it as a context manager, or `shutdown` at the end.
-
-    Raises:
-        UsageError: an argument or a variable is not usable, the port is in use, MASTER_ADDR does not
-            resolve, or the ranks contradict each other.
-        CollectiveTimeoutError: nobody listens at MASTER_ADDR:MASTER_PORT, or ranks are missing.
-        BackendUnavailableError: the device is not there.
-        PeerError: rank 0 died during the rendezvous.
-    """
-    rendezvous.check_numbers(rank, world_size, local_world_size, timeout_s, lanes)
-    config = RuntimeConfig.from_environment()
-    launch = rendezvous.overridden(Launch.from_environment(), rank, world_size, local_world_size)
-    rendezvous.check_launch(launch, has_store=store is not None)
-    local_rank = launch.local_rank
-    if local_rank is None:  # consecutive ranks of one node still get a device each
-        local_rank = launch.rank % (launch.local_world_size or launch.world_size)
-    backend = open_backend(device, timeout_s=timeout_s, config=config, local_rank=local_rank)
-    _log.info(
-        "rank %d of %d on %s%s",
-        launch.rank,
-        launch.world_size,
-        backend.device.torch_device,
-        " (chosen: no device was asked for)" if device is None else "",
-    )
-    with contextlib.ExitStack() as undo:
-        undo.callback(backend.close)
-        seat = _seat(launch, backend, lanes)
-        job = _meet(seat, launch, backend, store, timeout_s, config.rendezvous_timeout_s)
-        undo.pop_all()
-        undo.callback(job.close)
-        seats = (seat,) if job.meeting is None else job.meeting.seats
-        group = ProcessGroup(job, seats, seat.rank, "job", lanes, owns_job=True)
-        undo.pop_all()
-    return group
-
-
-def default_group() -> ProcessGroup:
-    """The first group made and still open.
-
-    Raises:
-        UsageError: there is none.
-        ClosedError: there is one, but in the process that forked this one.
-    """
-    if _open_groups:
-        return _open_groups[0]
-    if _inherited:
-        raise ClosedError(
-            "the process group belongs to the process that forked this one", fix="call init() in this process"
-        )
-    raise UsageError(
-        "there is no process group", expected="init() to have been called", fix="call init() first"
-    )
-
-
-def shutdown() -> None:
-    """Close every group of this process, the last made first. Idempotent.
-
-    Raises:
-        BaseException: the first error of a callback registered with `ProcessGroup.on_close`.
-    """
-    with contextlib.ExitStack() as steps:
-        for group in _open_groups:
-            steps.callback(group.close)
-
-
-def _seat(launch: Launch, backend: Backend, lanes: int) -> Seat:
-    return Seat(
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_rank=launch.local_rank,
-        local_world_size=launch.local_world_size,
-        host=rendezvous.host_identity(),
-        device=backend.device.type,
-        lanes=lanes,
-        job=launch.job,
-        token=rendezvous.process_token(),
-    )
-
-
-def _meet(
-    seat: Seat, launch: Launch, backend: Backend, store: Store | None, timeout_s: float, search_s: float
-) -> _Job:
-    if seat.world_size == 1:
-        return _Job(backend, None, None, store or rendezvous.lone_store(), timeout_s)
-    meeting = rendezvous.join(
-        seat,
-        host=launch.master_addr or "",
-        port=launch.master_port or 0,
-        store=store,
-        is_served=launch.store_is_served,
-        timeout_s=timeout_s,
-        search_s=search_s,
-        check=_check_nodes,
-    )
-    return _Job(backend, meeting, meeting.client.clone(), meeting.client.prefixed("user"), timeout_s)
-
-
-def _check_nodes(seats: Sequence[Seat]) -> None:
-    arrange_nodes(seats)
-
-
-def _after_fork() -> None:
-    """In a forked child: the parent's groups are not ours, and must not be destroyed here either."""
-    _inherited.extend(_open_groups)
-    _open_groups.clear()
-    rendezvous.forget_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
