@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -247,6 +247,64 @@ class Work(Protocol):
         ...
 
 
+class Message(NamedTuple):
+    """One send, or the receive that it must meet."""
+
+    source: int
+    destination: int
+    numel: int
+    dtype: str
+    lane: int
+
+
+@dataclass
+class Call:
+    """What the ranks must agree on before one of them launches an operation.
+
+    Attributes:
+        fields: Of a collective, what must be equal on all ranks; "operation" is one of them.
+        is_collective: Do all ranks make it?
+        messages: The sends and receives of a call that is none.
+        numbers: The number of each message, among those from its source to its destination.
+    """
+
+    fields: dict[str, Any]
+    is_collective: bool = True
+    messages: Sequence[Message] = ()
+    numbers: list[int] = field(default_factory=list)
+
+
+class CallBoard(Protocol):
+    """Where the ranks of a communicator tell one another what they call and wait for."""
+
+    @property
+    def is_comparing(self) -> bool:
+        """Are calls compared between ranks before they are launched?"""
+        ...
+
+    def compare(self, calls: Sequence[Call]) -> None:
+        """Compare what this rank is about to launch with the other ranks' calls; number the messages."""
+        ...
+
+    def look(self) -> None:
+        """Raise what another rank found by comparing."""
+        ...
+
+    def wait(
+        self, wait: Callable[[float], bool], timeout_s: float, text: Callable[[], str], call: Call | None
+    ) -> bool:
+        """Wait for an operation by `wait`, telling the other ranks about it if it takes long."""
+        ...
+
+    def told(self) -> str:
+        """What the other ranks wait for."""
+        ...
+
+    def child(self, name: str, rank: int, world_size: int) -> CallBoard:
+        """The board of a communicator that is made of this one's ranks."""
+        ...
+
+
 class Communicator(Protocol):
     """A group of ranks and its collectives: the low-level communication API.
 
@@ -332,6 +390,10 @@ class Communicator(Protocol):
     def duplicate(self, name: str, lanes: Sequence[Stream]) -> Communicator: ...
     def flight_record(self) -> list[dict[str, Any]]: ...
     def register(self, t: torch.Tensor) -> AbstractContextManager[None]: ...
+    def use_board(self, board: CallBoard) -> None:
+        """Tell the other ranks there what this one waits for; compare every call first if the board does."""
+        ...
+
     def abort(self) -> None: ...
     def close(self) -> None: ...
 

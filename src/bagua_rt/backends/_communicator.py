@@ -19,13 +19,15 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
 
-from bagua_rt.backend import Connect, Event, Store, Stream, Work
+from bagua_rt.backend import CallBoard, Connect, Event, Store, Stream, Work
 from bagua_rt.backends import _arguments as arguments
+from bagua_rt.backends._calls import call_of
 from bagua_rt.backends._collectives import Collectives
 from bagua_rt.backends._work import LaunchedWork, OpenGroup, fresh
 from bagua_rt.errors import BaguaError, ClosedError, CollectiveError, InternalError, UsageError
@@ -61,6 +63,8 @@ class CheckedCommunicator(Collectives):
         self.is_settled = self.is_forked = False
         self._connect, self._store, self._device = connect, store, torch_device
         self._lane0, self._known_lanes = self.lanes[0], frozenset(self.lanes)
+        self._board: CallBoard | None = None
+        self._is_comparing = False
         self._made: list[weakref.ref[CheckedCommunicator]] = []
         self._sequence = 0
         self._flight: deque[tuple[LaunchedWork, Stream, int, int]] = deque(maxlen=FLIGHT_LENGTH)
@@ -167,6 +171,8 @@ class CheckedCommunicator(Collectives):
         finally:
             del self._groups[thread]
         self._enter(None)
+        if self._is_comparing:
+            self._compare([(work, lane) for lane, members in group.by_lane() for work, _ in members])
         for lane, members in group.by_lane():
             for work, sent in members:
                 self._sequence += 1
@@ -255,7 +261,46 @@ class CheckedCommunicator(Collectives):
         )
         if not isinstance(child, CheckedCommunicator):
             raise InternalError("connect made a communicator of another kind")
+        if self._board is not None and len(ranks) > 1:
+            child.use_board(self._board.child(name, child.rank, child.world_size))
         return child
+
+    # ---- what the ranks tell one another
+
+    def use_board(self, board: CallBoard) -> None:
+        """Tell the other ranks there what this one waits for; compare every call first if the board does."""
+        self._board, self._is_comparing = board, board.is_comparing
+
+    def _compare(self, launches: Sequence[tuple[LaunchedWork, Stream]]) -> None:
+        for work, lane in launches:
+            work.call = call_of(work, self.rank, self.lanes.index(lane))
+        if self._board is not None:
+            self._board.compare([work.call for work, _ in launches])
+
+    def wait_for(self, work: LaunchedWork, timeout_s: float) -> bool:
+        """Block the host until `work` is complete; False if it was not in time.
+
+        Raises:
+            UsageError: calls were compared, and differ between ranks.
+        """
+        event = work.event
+        if self._board is None:
+            return self.await_event(event, timeout_s)
+        call = getattr(work, "call", None)
+        is_complete = self._board.wait(partial(self.await_event, event), timeout_s, self._queued, call)
+        if self._is_comparing and is_complete and self.error_of(event) is not None:
+            self._board.look()  # a peer that found a difference may have given up already
+        return is_complete
+
+    def _queued(self) -> str:
+        """What this rank has launched that is not complete."""
+        under_way = [w for w, *_ in list(self._flight) if not w.is_done()]
+        texts = [f"{w.operation} #{w.sequence}" for w in under_way[:4]]
+        return ", ".join(texts) + (f" and {len(under_way) - 4} more" if len(under_way) > 4 else "")
+
+    def told(self) -> str:
+        """What the other ranks wait for, as far as they have said so."""
+        return "" if self._board is None else self._board.told()
 
     # ---- failure and end
 
@@ -323,6 +368,8 @@ class CheckedCommunicator(Collectives):
         group = self._groups.get(get_ident()) if self._groups else None
         if group is not None:
             return group.add(lane, work, sent)
+        if self._is_comparing:
+            self._compare([(work, lane)])
         self._sequence = work.sequence = self._sequence + 1
         self.bytes_sent += int(sent)
         work.launched(self._queue(lane, work))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from bagua_rt.backend import Event, Stream
+from bagua_rt.backend import Call, Event, Stream
 from bagua_rt.errors import BaguaError, CollectiveTimeoutError, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class LaunchedWork:
         args: The checked arguments of `primitive`, until it is launched; then the backend keeps them.
     """
 
-    __slots__ = ("_communicator", "_event", "_given_up", "args", "operation", "primitive", "sequence")
+    __slots__ = ("_communicator", "_event", "_given_up", "args", "call", "operation", "primitive", "sequence")
+    call: Call  # set while calls are compared
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class LaunchedWork:
         if communicator.is_forked:
             communicator.refuse()
         limit = communicator.timeout_s if timeout_s is None else timeout_s
-        if not communicator.await_event(event, limit):
+        if not communicator.wait_for(self, limit):
             self._raise_timeout(limit)
         error = communicator.error_of(event)
         if error is not None:
@@ -100,12 +101,12 @@ class LaunchedWork:
 
     def _raise_timeout(self, limit: float) -> None:
         communicator = self._communicator
-        behind = communicator.ahead_of(self)
+        behind, others = communicator.ahead_of(self), communicator.told()
         raise CollectiveTimeoutError(
             f"{self.operation} #{self.sequence} of communicator {communicator.name!r} "
             f"did not complete on rank {communicator.rank} of {communicator.world_size} within {limit:g} s",
             expected="every rank to launch the same operations in the same order, within the deadline",
-            got=f"its lane still in {behind}" if behind else "",
+            got="; ".join([f"its lane still in {behind}"] * bool(behind) + [others] * bool(others)),
             fix="look for a rank that died, is slow or took another way; abort() the communicator to go on",
         )
 

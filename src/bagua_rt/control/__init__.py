@@ -2,11 +2,12 @@
 
 A small gloo group on CPU tensors, in every job, on CUDA too. It carries agreements (`Control.agree`), the
 generation ledger (`pack`, `Control.launch_max`, `unpack`), news of failures (`FailureBoard`), who is there
-(`RollCall`), and how long to wait (`Patience`).
+(`RollCall`), what a communicator's ranks call (`CallBoard`), and how long to wait (`Patience`).
 """
 
 from __future__ import annotations
 
+from bagua_rt.control.call_board import CallBoard
 from bagua_rt.control.failure_board import FailureBoard
 from bagua_rt.control.lane import Control, PendingMax
 from bagua_rt.control.ledger import LedgerEntry, LedgerResult, Place, pack, unpack
@@ -14,6 +15,7 @@ from bagua_rt.control.patience import Patience
 from bagua_rt.control.roll_call import RollCall, told
 
 __all__ = [
+    "CallBoard",
     "Control",
     "FailureBoard",
     "LedgerEntry",

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from bagua_rt.backend import Backend, Communicator, Stream
-from bagua_rt.control import Control
+from bagua_rt.control import CallBoard, Control
 from bagua_rt.errors import ClosedError, UsageError
 from bagua_rt.rendezvous import Rendezvous, Seat, StoreClient, arrange_nodes, meet, within_group
 
@@ -74,16 +74,19 @@ class Job:
     backend: Backend
     meeting: Rendezvous | None  # None: a world of one rank, without a store
     wiring: StoreClient | None  # for making groups, whose libraries block the client that they use
+    boards: StoreClient | None  # for the boards of communicators, used from any thread
     store: Store
     timeout_s: float
+    check: bool
 
     def close(self) -> None:
         with contextlib.ExitStack() as steps:  # last first, and each of them whatever the others raise
             steps.callback(self.backend.close)
             if self.meeting is not None:
                 steps.callback(self.meeting.leave)
-            if self.wiring is not None:
-                steps.callback(self.wiring.close)
+            for client in (self.wiring, self.boards):
+                if client is not None:
+                    steps.callback(client.close)
 
 
 class ProcessGroup:
@@ -135,7 +138,7 @@ class ProcessGroup:
         self.store = job.store
         self.timeout_s = job.timeout_s
         self.lanes = lanes
-        self._communicators = self.connect("group", lanes, hierarchical=True)
+        self._communicators = self.connect("group", lanes, hierarchical=True, for_calls=True)
         self.world = self._communicators.world
         self.intra_node = self._communicators.intra_node
         self.inter_node = self._communicators.inter_node
@@ -189,13 +192,22 @@ class ProcessGroup:
         group.on_close(self.on_close(group.close))
         return group
 
-    def connect(self, name: str, lanes: Sequence[Stream] | int, hierarchical: bool = False) -> Communicators:
+    def connect(
+        self,
+        name: str,
+        lanes: Sequence[Stream] | int,
+        hierarchical: bool = False,
+        *,
+        for_calls: bool = False,
+    ) -> Communicators:
         """Make communicators of their own for an attachment. Collective over the group.
 
         Args:
             name: The same on every rank; used again, it makes others.
             lanes: The streams to issue on, or how many to make.
             hierarchical: Make intra-node and inter-node communicators as well.
+            for_calls: The user's own calls go there: they are compared if `init` was told to, and the ranks
+                tell one another what they wait for.
 
         Returns:
             The communicators; close them before the group.
@@ -222,7 +234,7 @@ class ProcessGroup:
                 for i in range(lanes):
                     owned.append(self.backend.device.new_stream(f"{name}/lane{i}"))  # noqa: PERF401 - undo sees each
                 lanes = owned
-            made = self._hierarchy(keys, undo, name, tuple(lanes), hierarchical)
+            made = self._hierarchy(keys, undo, name, tuple(lanes), hierarchical, for_calls)
             undo.pop_all()
         release = partial(_close_streams, self.backend, owned)
         return Communicators(*made, tuple(lanes), self.node_sizes, release)
@@ -234,15 +246,18 @@ class ProcessGroup:
         name: str,
         lanes: tuple[Stream, ...],
         hierarchical: bool,
+        for_calls: bool,
     ) -> tuple[Communicator, Communicator | None, Communicator | None]:
         """World, intra-node and inter-node communicators; `undo` closes what was made."""
 
         def join(part: str, ranks: Sequence[int]) -> Communicator:
             store = self.store if keys is None else keys.prefixed(part)
-            made = self.backend.connect(
-                store, ranks.index(self.rank), len(ranks), f"{name}/{part}", lanes, timeout_s=self.timeout_s
-            )
+            own, size, title = ranks.index(self.rank), len(ranks), f"{name}/{part}"
+            made = self.backend.connect(store, own, size, title, lanes, timeout_s=self.timeout_s)
             undo.callback(made.close)
+            if for_calls and size > 1 and self._job.boards is not None:
+                client = self._job.boards.under(f"board/{title}")
+                made.use_board(CallBoard(client, title, own, size, self.timeout_s, self._job.check))
             return made
 
         world = join("world", range(self.world_size))

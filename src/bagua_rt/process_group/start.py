@@ -34,6 +34,7 @@ def init(
     local_world_size: int | None = None,
     timeout_s: float = 300.0,
     lanes: int = 2,
+    check: bool = False,
 ) -> ProcessGroup:
     """Meet the other ranks and make the group of all of them. Collective over the job.
 
@@ -48,6 +49,8 @@ def init(
         local_world_size: Number of ranks on this node.
         timeout_s: The deadline of every wait that names none.
         lanes: Number of communication streams.
+        check: Compare each call of the low-level communication API between the ranks before it is launched:
+            for finding out which rank takes another way. Costs some store round trips per call.
 
     Returns:
         The group; use it as a context manager, or `shutdown` at the end.
@@ -77,7 +80,7 @@ def init(
     with contextlib.ExitStack() as undo:
         undo.callback(backend.close)
         seat = _seat(launch, backend, lanes)
-        job = _meet(seat, launch, backend, store, timeout_s, config.rendezvous_timeout_s)
+        job = _meet(seat, launch, backend, store, timeout_s, config.rendezvous_timeout_s, bool(check))
         undo.pop_all()
         undo.callback(job.close)
         seats = (seat,) if job.meeting is None else job.meeting.seats
@@ -130,10 +133,16 @@ def _seat(launch: Launch, backend: Backend, lanes: int) -> Seat:
 
 
 def _meet(
-    seat: Seat, launch: Launch, backend: Backend, store: Store | None, timeout_s: float, search_s: float
+    seat: Seat,
+    launch: Launch,
+    backend: Backend,
+    store: Store | None,
+    timeout_s: float,
+    search_s: float,
+    check: bool,
 ) -> Job:
     if seat.world_size == 1:
-        return Job(backend, None, None, store or rendezvous.lone_store(), timeout_s)
+        return Job(backend, None, None, None, store or rendezvous.lone_store(), timeout_s, check)
     meeting = rendezvous.join(
         seat,
         host=launch.master_addr or "",
@@ -144,7 +153,8 @@ def _meet(
         search_s=search_s,
         check=_check_nodes,
     )
-    return Job(backend, meeting, meeting.client.clone(), meeting.client.prefixed("user"), timeout_s)
+    wiring, boards = meeting.client.clone(), meeting.client.clone()
+    return Job(backend, meeting, wiring, boards, meeting.client.prefixed("user"), timeout_s, check)
 
 
 def _check_nodes(seats: Sequence[Seat]) -> None:

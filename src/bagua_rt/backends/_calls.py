@@ -1,0 +1,61 @@
+"""An operation as the ranks must agree on it; see `bagua_rt.backend.CallBoard`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua_rt.backend import Call, Message
+from bagua_rt.backends._collectives import Copies, Pairs
+from bagua_rt.backends._work import LaunchedWork
+
+_MESSAGES = ("send", "recv", "send_recv")
+
+
+def call_of(work: LaunchedWork, rank: int, lane: int) -> Call:
+    """What the other ranks' calls must fit.
+
+    Args:
+        work: Not launched yet: it still has its arguments.
+        rank: This rank.
+        lane: The number of its lane.
+    """
+    # In place or not is a rank's own business.
+    fields: dict[str, object] = {"operation": work.operation.rstrip("_"), "lane": lane}
+    if work.operation in _MESSAGES:
+        sends, receives, _ = work.args
+        messages = [Message(rank, peer, t.numel(), str(t.dtype), lane) for peer, t in sends]
+        messages += [Message(peer, rank, t.numel(), str(t.dtype), lane) for peer, t in receives]
+        return Call(fields, is_collective=False, messages=messages)
+    if work.operation in ("gather", "scatter", "all_to_all_v"):
+        return Call(fields | _exchanged(work.operation, rank, *work.args))
+    if tensors := [a for a in work.args if isinstance(a, torch.Tensor)]:
+        fields |= _shape(tensors[-1])  # the input, where there are two
+    for argument in work.args:
+        if isinstance(argument, str):
+            fields["reduction"] = argument
+        elif isinstance(argument, int):
+            fields["root"] = argument
+    return Call(fields)
+
+
+def _exchanged(operation: str, rank: int, sends: Pairs, receives: Pairs, copies: Copies) -> dict[str, object]:
+    if operation == "all_to_all_v":
+        ((own_out, own_in),) = copies
+        return {
+            "dtype": str(own_in.dtype),
+            "sends": _counts([*sends, (rank, own_in)]),
+            "receives": _counts([*receives, (rank, own_out)]),
+        }
+    to_root = sends if operation == "gather" else receives  # empty on root itself
+    root, t = to_root[0] if to_root else (rank, copies[0][0])
+    return _shape(t) | {"root": root}
+
+
+def _shape(t: torch.Tensor) -> dict[str, object]:
+    return {"numel": t.numel(), "dtype": str(t.dtype)}
+
+
+def _counts(pairs: Sequence[tuple[int, torch.Tensor]]) -> list[int]:
+    return [t.numel() for _, t in sorted(pairs, key=lambda pair: pair[0])]
