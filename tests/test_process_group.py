@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,7 +174,15 @@ def test_an_error_in_a_close_callback_is_raised_and_the_rest_closed() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
-    [([], "make no group"), ([0, 0], "make no group"), ([1], "from 0 to 0"), ([0.0], "got 0.0")],
+    [
+        ([], "make no group"),
+        ([0, 0], "make no group"),
+        (0, "a list of ranks"),
+        ("0", "a list of ranks"),
+        ([1], "from 0 to 0"),
+        ([0.0], "got 0.0"),
+        ([np.int64(-1)], "from 0 to 0"),
+    ],
 )
 def test_ranks_of_a_sub_group_are_checked(ranks: list[Any], text: str) -> None:
     with environment(), process_group.init("cpu") as group, pytest.raises(UsageError) as caught:

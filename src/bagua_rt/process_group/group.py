@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +177,10 @@ class ProcessGroup:
             ClosedError: the group is closed, or belongs to the process that forked this one.
         """
         self._check()
+        if not isinstance(ranks, Iterable) or isinstance(ranks, str):
+            raise UsageError(
+                "these ranks make no group", expected="a list of ranks of this group", got=repr(ranks)
+            )
         members = sorted(_checked_rank(rank, self.world_size) for rank in ranks)
         if not members or len(set(members)) != len(members):
             raise UsageError(
@@ -355,10 +360,10 @@ def _close_streams(backend: Backend, streams: list[Stream]) -> None:
 
 
 def _checked_rank(rank: Any, world_size: int) -> int:
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world_size:
+    if not isinstance(rank, Integral) or isinstance(rank, bool) or not 0 <= rank < world_size:
         raise UsageError(
             "this is no rank of the group",
             expected=f"whole numbers from 0 to {world_size - 1}",
             got=repr(rank),
         )
-    return rank
+    return int(rank)
