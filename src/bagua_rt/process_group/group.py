@@ -360,7 +360,7 @@ def _close_streams(backend: Backend, streams: list[Stream]) -> None:
 
 
 def _checked_rank(rank: Any, world_size: int) -> int:
-    if not isinstance(rank, Integral) or isinstance(rank, bool) or not 0 <= rank < world_size:
+    if not isinstance(rank, Integral) or isinstance(rank, bool) or not 0 <= int(rank) < world_size:
         raise UsageError(
             "this is no rank of the group",
             expected=f"whole numbers from 0 to {world_size - 1}",
