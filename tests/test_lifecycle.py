@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -81,6 +82,26 @@ def test_twenty_cycles_leave_nothing_behind(pool: RankPool, world_size: int, kin
         counts = found["counts"]
         assert counts[-1][0] <= counts[1][0], f"file descriptors: {counts}"
         assert counts[-1][1] <= counts[1][1], f"threads: {counts}"
+
+
+def keys_left(ctx: RankContext) -> tuple[list[int], float | None]:
+    with group(ctx) as made:
+        store, counts = ctx.store(), []
+        for _ in range(4):
+            with bagua.attach(Two()):
+                made.world.barrier().wait()
+                counts.append(store.num_keys())
+                made.world.barrier().wait()
+        again = bagua.attach(model := Two())  # what was forgotten was not needed any more
+        model(feed(ctx)).sum().backward()
+        again.close()
+        return [after - before for before, after in itertools.pairwise(counts)], grad(model.a.weight)
+
+
+def test_the_store_does_not_grow_by_what_ranks_have_met_through(pool: RankPool) -> None:
+    for grown, value in on(pool, 2, keys_left):
+        assert grown[-2:] == [2, 2], "a counter for each rank"
+        assert value == 1.5
 
 
 @pytest.mark.parametrize("name", ["decentralized", "onebit_adam"])

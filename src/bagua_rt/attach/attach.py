@@ -165,12 +165,14 @@ def _make(
         made = _engine(model, named, context, algorithm, resources, options)
     except Exception as error:
         made = error
+    stale = resources.meeting_keys()
     try:
         agree_on_success("attach()", made if isinstance(made, Exception) else None, resources.control)
     except BaseException:
         if isinstance(made, Engine):
             made.state.close()
         raise
+    group.forget_keys(stale)
     engine = cast("Engine", made)  # else the agreement has raised it
     trace_dir = RuntimeConfig.from_environment().trace_dir
     return Attachment(named, context, algorithm, engine, Hooks(), resources, broadcast_buffers, trace_dir)

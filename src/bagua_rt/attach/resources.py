@@ -49,11 +49,13 @@ class Resources:
             self.control: Control = group.control(_TOPIC)
             undo.callback(self.control.close)
             agree_on([*lines, ("the attachment's name", repr(name))], self.control)
-            number = int(self.control.name.rpartition("#")[2])  # counts refused ones too: equal on all ranks
+            lane = self.control.name
+            number = int(lane.rpartition("#")[2])  # counts refused ones too: equal on all ranks
             self.name = name = name or f"model{number - 1}"
             self.control.name = f"{group.name}/{name}"
             self.communicators: Communicators = group.connect(name, group.lanes, hierarchical=True)
             undo.callback(self.communicators.close)
+            self._made = lane, self.communicators.world.name.rpartition("/")[0]
             self.loop = EventLoop(f"bagua_rt/{name}", self._answer)
             undo.callback(self.loop.close)
             self._undo = undo.pop_all()
@@ -69,6 +71,10 @@ class Resources:
         """On the loop thread: tell a rank that waits what this one is doing, and hear what others say."""
         self.control.roll_call.answer(self.describe)
         self.listen()
+
+    def meeting_keys(self) -> list[str]:
+        """What the ranks met through, to be forgotten once all of them have attached."""
+        return self.group.meeting_keys(*self._made)
 
     def on_close(self, fn: Callable[[], None]) -> None:
         """Call `fn` when these are closed, before anything else."""

@@ -305,6 +305,27 @@ class ProcessGroup:
         if self._job.wiring is not None:
             self._job.wiring.under(f"control/{name}").set("refused", f"rank {self.rank}: {reason}")
 
+    def meeting_keys(self, *made: str) -> list[str]:
+        """What ranks have written to the store to meet each other, for control lanes and communicators.
+
+        Args:
+            made: Names of control lanes, and of communicators without their last part.
+
+        Returns:
+            On rank 0 the keys, for `forget_keys` once all ranks have met; none on the others.
+        """
+        wiring = self._job.wiring
+        if wiring is None or self.rank != 0:
+            return []
+        parts = [f"control/{name}/{part}/" for name in made for part in ("here", "gloo")]
+        keys = wiring.keys_under(*parts, *(f"group/{name}/" for name in made))
+        return [key for key in keys if "/turn/" not in key]  # counters, which a later split goes on with
+
+    def forget_keys(self, keys: Sequence[str]) -> None:
+        """Remove `keys` from the store, which would grow with every attachment else."""
+        if self._job.wiring is not None:
+            self._job.wiring.delete(keys)
+
     def on_close(self, fn: Callable[[], None]) -> Callable[[], None]:
         """Have `fn` called when the group closes, before its communicators do; the last registered first.
 

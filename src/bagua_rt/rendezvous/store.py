@@ -15,7 +15,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 # torch.distributed re-exports these names without telling type checkers.
@@ -195,6 +196,27 @@ class StoreClient:
             return False
         self.set(key, value)
         return True
+
+    def keys_under(self, *prefixes: str) -> list[str]:
+        """The keys that begin with one of `prefixes`; none where the store can't list its keys.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        list_keys: Callable[[], list[str]] | None = getattr(self.store, "list_keys", None)  # of newer torch
+        if list_keys is None:
+            return []
+        begins = tuple(self.prefix + prefix for prefix in prefixes)
+        return [key[len(self.prefix) :] for key in self._ask(list_keys) if key.startswith(begins)]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete `keys`.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        for key in keys:
+            self._ask(partial(self.store.delete_key, self.prefix + key))
 
     def prefixed(self, name: str) -> Store:
         """A torch store whose keys lie under `name`, for a library that makes its own rendezvous."""
