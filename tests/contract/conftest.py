@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 import pytest
 
+from bagua_rt.backends import _cuda_device_count
 from tests.emulator import product
 from tests.ranks import RankPool
 
+# How many ranks can meet on the devices here, where that is more than there are devices.
+MOST_RANKS = "BAGUA_RT_GPU_RANKS"
 
-@pytest.fixture(scope="module", params=["gloo", "emulated"])
+
+@pytest.fixture(scope="module", params=["gloo", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of the backend under test; "emulated" is cuda on the emulated libraries."""
+    if request.param == "cuda" and _cuda_device_count() < 1:
+        pytest.skip("there is no CUDA device")
     return str(request.param)
 
 
@@ -25,13 +32,32 @@ def emulated_environment() -> Mapping[str, str]:
 @pytest.fixture(scope="module")
 def environment(backend: str, request: pytest.FixtureRequest) -> Mapping[str, str]:
     """The variables that a rank of the backend needs beside the inherited ones."""
-    if backend == "gloo":
+    if backend != "emulated":
         return {}
     variables: Mapping[str, str] = request.getfixturevalue("emulated_environment")
     return variables
 
 
 @pytest.fixture(scope="module")
-def pools(environment: Mapping[str, str]) -> Callable[[int], RankPool]:
+def require_ranks(backend: str) -> Callable[[int], None]:
+    """A function that skips a test of so many ranks where they can't meet."""
+    most = max(_cuda_device_count(), int(os.environ.get(MOST_RANKS, "0")))
+
+    def require(world_size: int) -> None:
+        if backend == "cuda" and world_size > most:
+            pytest.skip(
+                f"{world_size} ranks can't meet on the CUDA device(s) here; {MOST_RANKS} says otherwise"
+            )
+
+    return require
+
+
+@pytest.fixture(scope="module")
+def pools(environment: Mapping[str, str], require_ranks: Callable[[int], None]) -> Callable[[int], RankPool]:
     """A function from the world size to the pool of that size, on the backend under test."""
-    return lambda world_size: RankPool(world_size, environment)
+
+    def pool(world_size: int) -> RankPool:
+        require_ranks(world_size)
+        return RankPool(world_size, environment)
+
+    return pool

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from bagua_rt.backend import Communicator
 from bagua_rt.errors import UsageError
-from tests.contract.world import open_for, world
+from tests.contract.world import World, open_for, world
 from tests.ranks import RankContext, RankPool
 
 Pools = Callable[[int], RankPool]
 
 
-def total(comm: Communicator, value: float) -> float:
-    t = torch.tensor([value])
+def total(w: World, comm: Communicator, value: float) -> float:
+    t = w.tensor([value])
     comm.all_reduce_(t, "sum").wait()
     return float(t.item())
 
@@ -27,7 +26,7 @@ def split(ctx: RankContext, backend: str) -> None:
         assert part is not None
         mine = [r for r in range(w.size) if r % 2 == w.rank % 2]
         assert (part.world_size, part.rank) == (len(mine), mine.index(w.rank))
-        assert total(part, w.rank) == sum(mine)
+        assert total(w, part, w.rank) == sum(mine)
         assert part.lanes == w.comm.lanes
         assert part.name != w.comm.name
         turned = w.comm.split(7, key=-w.rank)
@@ -37,22 +36,22 @@ def split(ctx: RankContext, backend: str) -> None:
         none = w.comm.split(None if w.rank == 0 else -1)
         assert (none is None) == (w.rank == 0)
         if none is not None:
-            assert total(none, w.rank) == sum(range(1, w.size))
+            assert total(w, none, w.rank) == sum(range(1, w.size))
             inner = none.split(0)
             assert inner is not None
-            assert total(inner, 1) == w.size - 1
+            assert total(w, inner, 1) == w.size - 1
             inner.close()
             none.close()
         # B64: {0, 2} of 3, side by side with the whole
         pair = w.comm.split(0 if w.rank in (0, 2) else None)
         if pair is not None:
-            t = torch.tensor([float(w.rank + 1)])
+            t = w.tensor([float(w.rank + 1)])
             pair.all_reduce_(t, "avg").wait()
             assert t.item() == (2.0 if w.size == 3 else 1.0)
             pair.close()
-        assert total(w.comm, 1) == w.size
+        assert total(w, w.comm, 1) == w.size
         part.close()
-        assert total(turned, 1) == w.size
+        assert total(w, turned, 1) == w.size
         turned.close()
 
 
@@ -62,10 +61,10 @@ def shrink(ctx: RankContext, backend: str) -> None:
             return
         rest = w.comm.shrink([1])
         assert rest.world_size == w.size - 1
-        assert total(rest, w.rank) == sum(range(w.size)) - 1
+        assert total(w, rest, w.rank) == sum(range(w.size)) - 1
         w.comm.abort()
         again = w.comm.shrink([1])
-        assert total(again, 1) == w.size - 1
+        assert total(w, again, 1) == w.size - 1
         rest.close()
         again.close()
 
@@ -78,9 +77,9 @@ def duplicate(ctx: RankContext, backend: str) -> None:
         assert list(other.lanes) == [lane]
         with pytest.raises(UsageError, match="lane"):
             other.all_reduce_(w.tensor([1.0]), stream=w.lanes[0])
-        assert total(other, 1) == w.size
+        assert total(w, other, 1) == w.size
         w.comm.close()
-        assert total(other, 1) == w.size
+        assert total(w, other, 1) == w.size
         other.close()
 
 
@@ -89,7 +88,7 @@ def same_name(ctx: RankContext, backend: str) -> None:
     with world(ctx, backend) as w:
         for k in range(3):
             comm = w.backend.connect(ctx.store(), w.rank, w.size, "again", w.lanes, timeout_s=10)
-            assert total(comm, k) == k * w.size
+            assert total(w, comm, k) == k * w.size
             comm.close()
 
 
@@ -107,13 +106,15 @@ def test_shrink(pools: Pools, backend: str, size: int) -> None:
 def alone(ctx: RankContext, backend: str) -> None:
     opened = open_for(backend, 0, timeout_s=5)
     no_store: object = None
-    comm = opened.connect(no_store, 0, 1, "alone", [opened.device.new_stream("lane0")], timeout_s=5)  # type: ignore[arg-type]
-    assert total(comm, 3) == 3
+    lanes = [opened.device.new_stream("lane0")]
+    comm = opened.connect(no_store, 0, 1, "alone", lanes, timeout_s=5)  # type: ignore[arg-type]
+    w = World(ctx, opened, opened.device, lanes, comm)
+    assert total(w, comm, 3) == 3
     with pytest.raises(UsageError):
-        comm.send(torch.zeros(1), 0)
+        comm.send(w.tensor([0.0]), 0)
     part = comm.split(0)
     assert part is not None
-    assert total(part, 2) == 2
+    assert total(w, part, 2) == 2
     opened.close()
 
 

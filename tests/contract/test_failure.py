@@ -129,7 +129,7 @@ def closed(ctx: RankContext, backend: str) -> None:
         t = w.tensor([1.0])
         done = other.all_reduce_(t)
         done.wait()
-        pending = other.all_reduce_(torch.zeros(4)) if w.rank == 0 else None
+        pending = other.all_reduce_(w.tensor([0.0] * 4)) if w.rank == 0 else None
         other.close()
         other.close()
         other.abort()
@@ -157,7 +157,7 @@ def long_wait(ctx: RankContext, backend: str) -> None:
                 lambda t=t: comm.all_reduce_(t),  # type: ignore[misc]
                 lambda t=t, wide=wide: comm.all_gather(wide, t),  # type: ignore[misc]
                 lambda t=t, wide=wide: comm.reduce_scatter(t, wide),  # type: ignore[misc]
-                lambda wide=wide: comm.all_to_all(torch.zeros(4), wide),  # type: ignore[misc]
+                lambda wide=wide: comm.all_to_all(torch.zeros_like(wide), wide),  # type: ignore[misc]
                 lambda t=t: comm.broadcast_(t, 0),  # type: ignore[misc]
             ]
             calls[k]().wait(15)
@@ -167,12 +167,14 @@ def long_wait(ctx: RankContext, backend: str) -> None:
 def first_sends(ctx: RankContext, backend: str) -> None:
     """Two ranks that both send first on one lane wait for each other until the deadline."""
     with world(ctx, backend, timeout_s=10) as w:
-        big = torch.zeros(1 << 20)
+        big = torch.zeros(1 << 20, device=w.device.torch_device)
         sent = w.comm.send(big, 1 - w.rank)
-        received = w.comm.recv(torch.zeros(1 << 20), 1 - w.rank)
+        received = w.comm.recv(torch.zeros_like(big), 1 - w.rank)
         with pytest.raises(CollectiveTimeoutError, match=r"recv #2.*send #1"):
             received.wait(0.5)
         assert not sent.is_done()
+        ctx.store().set(f"waited/{w.rank}", "")
+        ctx.store().get(f"waited/{1 - w.rank}")  # an abort would be the other's error
         w.comm.abort()
 
 

@@ -76,12 +76,12 @@ def in_flight(ctx: RankContext, backend: str) -> None:
     with world(ctx, backend) as w:
         growth = []
         for k in range(120):
-            t = torch.full((250_000,), float(w.rank + k))
+            t = torch.full((250_000,), float(w.rank + k), device=w.device.torch_device)
             out = torch.empty_like(t)
             work = w.comm.all_reduce(out, t, "sum", stream=w.lanes[k % 2])
             given = weakref.ref(t)
             del t
-            junk = [torch.full((250_000,), -1.0) for _ in range(3)]
+            junk = [torch.full_like(out, -1.0) for _ in range(3)]
             work.wait()
             assert out.eq(k * w.size + sum(range(w.size))).all()
             assert given() is None
@@ -90,7 +90,7 @@ def in_flight(ctx: RankContext, backend: str) -> None:
         if backend == "gloo":  # the emulator keeps what it has sent for a while
             # The first ones warm malloc's arenas up; one tensor kept by each operation would be 80 MB.
             assert growth[-1] - growth[40] < 40_000_000, growth
-        t = torch.zeros(10)
+        t = w.tensor([0.0] * 10)
         work = w.comm.all_reduce_(t)
         work.wait()
         kept = weakref.ref(t)
@@ -174,11 +174,11 @@ store = dist.FileStore(path, 2)
 backend = open_for(name, rank, timeout_s=30)
 lanes = [backend.device.new_stream(f"lane{i}") for i in range(2)]
 comm = backend.connect(store, rank, 2, "world", lanes, timeout_s=60)
-t = torch.ones(10)
+t = torch.ones(10, device=backend.device.torch_device)
 comm.all_reduce_(t).wait()
 pending = []
 if way.startswith("pending"):
-    pending = [comm.recv(torch.ones(10), 1 - rank, stream=lane) for lane in lanes]
+    pending = [comm.recv(torch.ones_like(t), 1 - rank, stream=lane) for lane in lanes]
 time.sleep(0.2)
 if way.endswith("return"): code = 0
 if way.endswith("close"): comm.close(); comm.close(); backend.close()
@@ -205,8 +205,13 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_b58_the_process_ends_with_its_own_exit_code(
-    backend: str, environment: Mapping[str, str], way: str, tmp_path: Path
+    backend: str,
+    environment: Mapping[str, str],
+    require_ranks: Callable[[int], None],
+    way: str,
+    tmp_path: Path,
 ) -> None:
+    require_ranks(2)
     results = run_scripts(
         [SCRIPT] * 2,
         timeout=100,

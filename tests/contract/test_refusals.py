@@ -53,10 +53,12 @@ def cases(w: World) -> Calls:
     peer = (me + 1) % n
     op: Any = "mean"
     other = w.device.new_stream("other")
-    strided_calls: Calls = {}
+    others: Calls = {}
+    if dev != torch.device("cpu"):
+        others["of the host"] = (lambda: c.all_reduce_(torch.zeros(4)), "move it there")
     for name, bad in (("transposed", strided), ("sliced", holes), ("expanded", x[:1].expand(4))):
-        strided_calls |= {f"{name} {call}": fn for call, fn in calls_with(w, bad).items()}
-    return strided_calls | {
+        others |= {f"{name} {call}": fn for call, fn in calls_with(w, bad).items()}
+    return others | {
         "no tensor": (lambda: c.all_reduce_(wrong), "torch.Tensor"),
         "no tensor in a list": (lambda: c.all_to_all_v([wrong] * n, many), "torch.Tensor"),
         "none": (lambda: c.all_reduce(wrong, x), "torch.Tensor"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,22 +56,30 @@ class World:
         if self.device.host_is_compute:
             self.device.run(lane, lambda: gate.wait(10))
             return
-        from tests.emulator import emulator
-
         handle: Any = vars(lane)["handle"]
-        emulator.run_on_stream(handle, lambda: gate.wait(10), label="hold")
+        body = _HostFunction(lambda _: gate.wait(10) and None)
+        _held.append(body)  # the driver calls it later
+        driver = ctypes.CDLL("libcuda.so.1")
+        assert driver.cuLaunchHostFunc(ctypes.c_void_p(handle), body, None) == 0
 
     def tensor(self, values: object, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device.torch_device)
 
 
+_HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_held: list[Any] = []
+
+
 def open_for(backend: str, rank: int, timeout_s: float = 20.0) -> Backend:
-    """Open the backend of that name, on the rank's own device."""
+    """Open the backend of that name, on the rank's own device; ranks share one where there are too few."""
+    device = "cpu"
     if backend == "emulated":
         from tests.emulator import product
 
+        device = f"cuda:{rank}"
         product.install()
-    device = "cpu" if backend == "gloo" else "cuda"
+    elif backend == "cuda":
+        device = f"cuda:{rank % torch.cuda.device_count()}"
     config = RuntimeConfig.from_environment()
     return open_backend(device, timeout_s=timeout_s, config=config, local_rank=rank)
 
@@ -79,8 +88,24 @@ def open_for(backend: str, rank: int, timeout_s: float = 20.0) -> Backend:
 def world(ctx: RankContext, backend: str, *, timeout_s: float = 20.0, lanes: int = 2) -> Iterator[World]:
     """Open everything, and close it also if the body raises.
 
-    On the emulator nothing may have been reported: no race, no call that it doesn't know, no mismatch.
+    On the emulator nothing may have been reported: no race, no call that it doesn't know, no mismatch. Its
+    tensors are the CPU's; the first rank uses them as if they were a GPU's (tests/emulator/two_places.py).
     """
+    if backend == "emulated":
+        from tests.emulator import emulator
+        from tests.emulator.two_places import as_on_a_gpu
+
+        with as_on_a_gpu() if ctx.rank == 0 else nullcontext(), _opened(ctx, backend, timeout_s, lanes) as w:
+            yield w
+        emulator.assert_clean()
+        emulator.reset()
+        return
+    with _opened(ctx, backend, timeout_s, lanes) as w:
+        yield w
+
+
+@contextmanager
+def _opened(ctx: RankContext, backend: str, timeout_s: float, lanes: int) -> Iterator[World]:
     opened = open_for(backend, ctx.rank, timeout_s)
     streams = [opened.device.new_stream(f"lane{i}") for i in range(lanes)]
     comm = opened.connect(ctx.store(), ctx.rank, ctx.world_size, "world", streams, timeout_s=timeout_s)
@@ -89,11 +114,6 @@ def world(ctx: RankContext, backend: str, *, timeout_s: float = 20.0, lanes: int
     finally:
         comm.close()
         opened.close()
-    if backend == "emulated":
-        from tests.emulator import emulator
-
-        emulator.assert_clean()
-        emulator.reset()
 
 
 def inputs(w: World, dtype: torch.dtype, numel: int, label: str) -> list[torch.Tensor]:

@@ -21,8 +21,8 @@ from tests.nursery import die_with_parent
 die_with_parent()
 sys.exit(pytest.main(sys.argv[1:]))
 """
-# What shows, where there is no GPU, that this section works.
-SMALL = ("-k", "emulated and test_streams and (order or foreign)")
+# What shows, where there is no GPU, that this section works: tests that start no ranks.
+SMALL = ("-k", "device_that_is_not_there or opens_no_port")
 
 
 def contract(bench: Bench, name: str, most_ranks: int, small: Sequence[str]) -> None:

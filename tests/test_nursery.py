@@ -1,0 +1,36 @@
+"""Where a nursery may not fork, its children are started anew, and are the same to whoever started them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+from tests.nursery import Nursery
+from tests.ranks import rank_environment
+
+PROGRAM = """
+import os, sys
+args, fd = sys.argv[1:-1], int(sys.argv[-1])
+os.write(fd, f"{args} {os.environ['OWN']} {'torch' in sys.modules}".encode())
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="numpy starts no thread on one core")
+def test_a_nursery_with_threads_starts_its_children_anew() -> None:
+    env = rank_environment({"OPENBLAS_NUM_THREADS": "2", "OWN": "1"})  # numpy starts them when it is imported
+    nursery = Nursery(env)
+    read, write = os.pipe()
+    try:
+        with tempfile.TemporaryFile() as output:
+            child = nursery.start(PROGRAM, ["a", "b"], env, output.fileno(), output.fileno(), write)
+            assert child.wait(60) == 3
+            output.seek(0)
+            assert output.read() == b""
+        assert os.read(read, 1000).decode() == "['a', 'b'] 1 False"
+    finally:
+        nursery.close()
+        os.close(read)
+        os.close(write)
