@@ -204,6 +204,23 @@ def train(ctx: RankContext, backend: str, algorithm: str, bug: str = "none", com
     return [w.numpy() for w in weights], [] if backend == "gloo" else found()
 
 
+def train_sparse(ctx: RankContext, backend: str) -> Any:
+    """Train an embedding whose gradients are sparse, and a layer behind it."""
+    with open_group(ctx, backend) as group:
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Embedding(30, 8, sparse=True), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = bagua.attach(model, optimizer, process_group=group)
+        source = torch.Generator().manual_seed(100 + ctx.rank)
+        for _ in range(STEPS):
+            model(torch.randint(30, (6,), generator=source)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run.close()
+        weights = [p.detach().clone() for p in model.parameters()]
+    return [w.numpy() for w in weights], [] if backend == "gloo" else found()
+
+
 def let_go(ctx: RankContext, bug: str) -> list[tuple[bool, bool]]:
     """Whether a tensor that nobody holds lives while its operation waits for rank 1, and after it."""
     answers = []
@@ -267,6 +284,15 @@ def test_with_the_stream_as_gate_the_host_orders_nothing(environment: Mapping[st
         answers = pool.run(train, "emulated", "gradient_allreduce", bug, commit, timeout=100)
         found = [any(text.startswith("race") for text in reports) for _, reports in answers]
         assert found == [races] * 2, commit
+
+
+def test_sparse_gradients_are_gloos(environment: Mapping[str, str]) -> None:
+    expected = RankPool(2).run(train_sparse, "gloo", timeout=60)
+    answers = RankPool(2, environment).run(train_sparse, "emulated", timeout=100)
+    for (right, _), (weights, reports) in zip(expected, answers, strict=True):
+        assert not reports, "\n".join(reports)
+        for mine, its in zip(weights, right, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-6, atol=1e-6)
 
 
 ORDER_BUGS = [name for name in BUGS if name not in ("none", "tensors let go at once")]

@@ -346,13 +346,18 @@ class Pipeline:
         Raises:
             CollectiveTimeoutError: the deadline passed.
             PeerError: another rank died or failed.
+
+        **Stream:** on the lane, behind what the calling thread has queued on its compute stream.
         """
         self.raise_failure()
         round_ = Round(self._next_number, 1, purpose)
         lane = self._communicators.lanes[0]
+        ready = self._device.record(self._device.compute_stream())
 
         def launch() -> None:
             try:
+                if not self._device.query(ready):
+                    self._device.wait(lane, ready)
                 queue(lane)
                 round_.done[0] = self._device.record(lane)
             except Exception as error:

@@ -146,7 +146,12 @@ def memory_of(t: torch.Tensor) -> Range:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """The tensors in `value`; of a sparse one, what it consists of."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found += [leaf._indices(), leaf._values()] if leaf.is_sparse else [leaf]
+    return found
 
 
 def _accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[Range], list[Range]]:

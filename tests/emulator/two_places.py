@@ -22,7 +22,7 @@ from .torch_side import EmulatedTorch
 HOST = torch.device("cpu")
 DEVICE = torch.device("cpu", 0)  # unlike HOST to everyone who compares; the same to torch's own code
 
-_MAY_MIX = frozenset({"copy_", "to", "is_set_to", "__get__"})
+_MAY_MIX = frozenset({"copy_", "_foreach_copy_", "to", "is_set_to", "__get__"})
 _OF_HOST = frozenset({"numpy", "__array__"})
 _of_memory: dict[int, torch.device] = {}
 
