@@ -64,6 +64,14 @@ def run_reuse(_rank: int, _world: int) -> dict[str, Any]:
         places & {torch.empty(4096 // 4).data_ptr() for _ in range(MANY)}
     )
 
+    with side.on_compute_stream():
+        scale, growth = torch.ones(1), torch.zeros((), dtype=torch.int32)
+        before = scale._version
+        same = torch._amp_update_scale_(scale, growth, torch.ones(1), 2.0, 0.5, 2000)
+    emulator.drain()
+    found["two are written, one is returned"] = same is scale and scale.item() == 0.5
+    found["versions"] = scale._version - before
+
     side.run(one, lambda: x.add_(1))
     launch(x)
     races("a tensor of two lanes")
@@ -82,6 +90,11 @@ def test_what_is_used_again_is_no_race(found: dict[str, Any]) -> None:
     assert found["places used again"] > 0
     assert found["memory of a lane"] == 0
     assert found["a lane's places used again"] == 0
+
+
+def test_an_operation_in_place_counts_the_version_once(found: dict[str, Any]) -> None:
+    assert found["two are written, one is returned"]
+    assert found["versions"] == 1
 
 
 def test_what_two_lanes_share_is_one(found: dict[str, Any]) -> None:

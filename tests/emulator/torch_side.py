@@ -67,7 +67,8 @@ class StreamOperations(TorchDispatchMode):
             emulator.run_on_stream(
                 self.handle, lambda: _below_autograd(lambda: func(*args, **kwargs)), reads, writes, label
             )
-            return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
+            returned = tuple(written[: len(func._schema.returns)])  # more may be written than is returned
+            return None if not returned else returned[0] if len(returned) == 1 else returned
         result = self._run(lambda: func(*args, **kwargs), reads, writes, label)
         used = {*reads, *writes}
         new = [t for t in _tensors(result) if memory_of(t) not in used]
@@ -124,7 +125,8 @@ def _nothing() -> None:
 
 
 def _below_autograd(fn: Callable[[], Any]) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
+    """Run `fn` as what the caller's dispatch has come to: tensors' versions have been counted up already."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
         return fn()
 
 
