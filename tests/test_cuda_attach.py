@@ -69,7 +69,8 @@ ALGORITHMS: dict[str, Callable[[nn.Module], tuple[Any, Any]]] = {
 
 def no_wait(of_lanes: bool, *, gate_is_open: bool = True) -> Iterator[None]:
     """Waits of lanes, or of the compute stream, are forgotten, and the host has seen nothing instead."""
-    from bagua_rt.backends.cuda_device import CudaDevice, CudaStream
+    from bagua_rt.backends.cuda_device import CudaDevice
+    from bagua_rt.backends.cuda_stream import CudaStream
     from bagua_rt.scheduler import Pipeline
 
     right = CudaDevice.wait
@@ -94,7 +95,8 @@ def unseen() -> Any:
 
 def recorded_elsewhere(of_lanes: bool) -> Iterator[None]:
     """Events of lanes, or of the compute stream, are recorded on a stream that has nothing to do."""
-    from bagua_rt.backends.cuda_device import CudaDevice, CudaEvent, CudaStream
+    from bagua_rt.backends.cuda_device import CudaDevice
+    from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream
 
     right = CudaDevice.record_holding
 
@@ -109,20 +111,28 @@ def recorded_elsewhere(of_lanes: bool) -> Iterator[None]:
 
 def not_ready() -> Iterator[None]:
     """Events are recorded while NCCL is still in progress; the wait comes with the next operation."""
+    from bagua_rt.backends._cuda_calls import AllReduceCall
     from bagua_rt.backends.cuda import CudaCommunicator
 
-    right = CudaCommunicator._queue
-    kept = []  # NCCL really writes too late here: not into memory that is another's by then
+    queue, launch = CudaCommunicator._queue, AllReduceCall.launch
+    kept: list[object] = []  # NCCL really writes too late here: not into memory that is another's by then
 
-    def queue(self: CudaCommunicator, lane: Any, work: Any) -> Any:
+    def queue_late(self: CudaCommunicator, lane: Any, work: Any) -> Any:
         kept.append(work.args)
         if self._nccl is not None:
             self._nccl.wait_ready(10)
-        return right(self, lane, work)
+        return queue(self, lane, work)
+
+    def launch_late(self: AllReduceCall, holds: object) -> Any:
+        kept.append(holds)
+        if self.communicator._nccl is not None:
+            self.communicator._nccl.wait_ready(10)
+        return launch(self, holds)
 
     with (
-        mock.patch.object(CudaCommunicator, "_queue", queue),
-        mock.patch.object(CudaCommunicator, "_launched", return_value=None),
+        mock.patch.object(CudaCommunicator, "_queue", queue_late),
+        mock.patch.object(AllReduceCall, "launch", launch_late),
+        mock.patch.object(CudaCommunicator, "wait_launched", return_value=None),
         unseen(),
     ):
         yield
@@ -131,14 +141,15 @@ def not_ready() -> Iterator[None]:
 
 def nothing_kept() -> Iterator[None]:
     """Tensors are not kept alive until their event."""
-    from bagua_rt.backends.cuda_device import CudaDevice, CudaEvent, CudaStream
+    from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream
 
-    right = CudaDevice.record_holding
+    right = CudaEvent.queue_on
 
-    def record(self: CudaDevice, stream: CudaStream, holds: object, **options: Any) -> CudaEvent:
-        return right(self, stream, (), **options)
+    def queue_on(self: CudaEvent, stream: CudaStream, sequence: int = 0) -> None:
+        self.holds = ()
+        right(self, stream, sequence)
 
-    with mock.patch.object(CudaDevice, "record_holding", record):
+    with mock.patch.object(CudaEvent, "queue_on", queue_on):
         yield
 
 

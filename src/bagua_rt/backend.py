@@ -302,6 +302,28 @@ class CallBoard(Protocol):
 
     def child(self, name: str, rank: int, world_size: int) -> CallBoard:
         """The board of a communicator that is made of this one's ranks."""
+
+
+class PreparedCall(Protocol):
+    """A collective whose arguments were checked once, to be launched again and again.
+
+    It keeps to the memory, size and dtype that its tensor had, and keeps that memory alive. A launch is an
+    operation like any other: every rank makes it, in the same order among its others. A trainer whose buffers
+    stay where they are saves the price of checking them in each step.
+    """
+
+    def launch(self) -> Work:
+        """Launch it once more, on the lane that it was prepared for.
+
+        Returns:
+            The operation under way. It may be the same object each time, and then stands for the latest
+            launch: wait for one launch before the next where you need to know about that one.
+
+        Raises:
+            UsageError: the tensor has moved since (it was resized, or set to other memory).
+            CollectiveError: the communicator has failed.
+            ClosedError: it was closed, or belongs to the process that forked this one.
+        """
         ...
 
 
@@ -333,6 +355,9 @@ class Communicator(Protocol):
         ...
 
     def all_reduce_(self, t: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None) -> Work: ...
+    def prepare_all_reduce_(
+        self, t: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None
+    ) -> PreparedCall: ...
     def all_reduce(
         self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None
     ) -> Work: ...

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from bagua_rt.backend import ReduceOp, Stream, Work
+from bagua_rt.backend import PreparedCall, ReduceOp, Stream, Work
 from bagua_rt.backends import _arguments as arguments
+from bagua_rt.backends._work import LaunchedAgain
 from bagua_rt.errors import UsageError
 
 Pairs = Sequence[tuple[int, torch.Tensor]]
@@ -39,7 +40,7 @@ class Collectives(ABC):
     rank: int
     world_size: int
     _device: torch.device
-    _pieces: float
+    _peers: int
 
     # ---- primitives: what a backend implements. `via` is whatever _queue puts in front of the arguments.
 
@@ -67,7 +68,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def _launch(
-        self, lane: Stream, operation: str, primitive: Callable[..., None], args: tuple[Any, ...], sent: float
+        self, lane: Stream, operation: str, primitive: Callable[..., None], args: tuple[Any, ...], sent: int
     ) -> Work:
         """Launch a checked operation, now or at the end of the open group; `sent` bytes go out."""
 
@@ -90,12 +91,33 @@ class Collectives(ABC):
             ClosedError: it was closed, or belongs to the process that forked this one.
         """
         lane = self._enter(stream)
-        if not arguments.is_plain(t, self._device):
-            arguments.refuse_tensor("all_reduce_", "t", t, self._device)
-        if type(op) is not str or t.dtype not in self.reducible.get(op, ()):
-            arguments.refuse_reduction("all_reduce_", t, op, self.reducible, self.backend_name)
-        sent = 2 * t.numel() * t.element_size() * self._pieces
-        return self._launch(lane, "all_reduce_", self._all_reduce, (t, t, op), sent)
+        arguments.require_plain("all_reduce_", self._device, t=t)
+        self._require_reducible("all_reduce_", t, op)
+        return self._launch(lane, "all_reduce_", self._all_reduce, (t, t, op), self._share(t, 2))
+
+    def prepare_all_reduce_(
+        self, t: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None
+    ) -> PreparedCall:
+        """Check the arguments of an all_reduce_ that is to be launched again and again; launch nothing.
+
+        Returns:
+            The call, which all ranks launch in the same order among their other operations.
+
+        Raises:
+            UsageError: an argument can't be right.
+            CollectiveError: the communicator has failed.
+            ClosedError: it was closed, or belongs to the process that forked this one.
+        """
+        lane = self._enter(stream)
+        arguments.require_plain("prepare_all_reduce_", self._device, t=t)
+        self._require_reducible("prepare_all_reduce_", t, op)
+        memory, sent = t.detach(), self._share(t, 2)  # the memory of now, whatever becomes of `t`
+
+        def launch() -> Work:
+            self._enter(lane)
+            return self._launch(lane, "all_reduce_", self._all_reduce, (memory, memory, op), sent)
+
+        return LaunchedAgain("all_reduce_", t, launch)
 
     def all_reduce(
         self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None
@@ -108,8 +130,7 @@ class Collectives(ABC):
         arguments.require_numel("all_reduce", "out", out, inp.numel(), "as many as inp")
         if out.data_ptr() != inp.data_ptr():
             arguments.require_apart("all_reduce", (out,), (inp,))
-        sent = 2 * inp.numel() * inp.element_size() * self._pieces
-        return self._launch(lane, "all_reduce", self._all_reduce, (out, inp, op), sent)
+        return self._launch(lane, "all_reduce", self._all_reduce, (out, inp, op), self._share(inp, 2))
 
     def reduce_(
         self, t: torch.Tensor, root: int, op: ReduceOp = "avg", *, stream: Stream | None = None
@@ -299,14 +320,15 @@ class Collectives(ABC):
         copy_from: torch.Tensor | None = None,
     ) -> Work:
         copies = [] if copy_to is None or copy_from is None else [(copy_to, copy_from)]
-        sent = sum(t.numel() * t.element_size() for _, t in sends)
+        sent = sum(t.nbytes for _, t in sends)
         return self._launch(lane, operation, self._exchange, (sends, receives, copies), sent)
 
     def _others(self, tensors: Sequence[torch.Tensor]) -> Pairs:
         return [(rank, t) for rank, t in enumerate(tensors) if rank != self.rank]
 
-    def _share(self, t: torch.Tensor) -> float:
-        return t.numel() * t.element_size() * self._pieces
+    def _share(self, t: torch.Tensor, times: int = 1) -> int:
+        """The bytes of `t` that aren't this rank's own part."""
+        return times * t.nbytes * self._peers // self.world_size
 
     def _require_reducible(self, operation: str, t: torch.Tensor, op: Any) -> None:
         if type(op) is not str or t.dtype not in self.reducible.get(op, ()):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import time
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
+from time import perf_counter_ns
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from bagua_rt.backend import CallBoard, Connect, Event, Store, Stream, Work
 from bagua_rt.backends import _arguments as arguments
 from bagua_rt.backends._calls import call_of
 from bagua_rt.backends._collectives import Collectives
-from bagua_rt.backends._work import LaunchedWork, OpenGroup, fresh
+from bagua_rt.backends._work import BaseWork, LaunchedWork, OpenGroup, fresh
 from bagua_rt.errors import BaguaError, ClosedError, CollectiveError, InternalError, UsageError
 
 FLIGHT_LENGTH = 256  # operations that a communicator remembers
@@ -42,6 +42,10 @@ class CheckedCommunicator(Collectives):
         bytes_sent: Payload that this rank has put on the wire ([Note: bytes on the wire]).
         refusal: Why it takes no more operations ([Note: refusal]).
         is_settled: It was aborted or closed.
+        is_comparing: Are calls compared between the ranks before they are launched?
+        open_groups: The groups that threads have open, by thread.
+        sequence: How many operations were launched.
+        flight: The latest operations, each with its number and when it was launched, in ns.
     """
 
     def __init__(
@@ -57,20 +61,20 @@ class CheckedCommunicator(Collectives):
         torch_device: torch.device,
     ) -> None:
         self.rank, self.world_size, self.name = rank, world_size, name
+        self._peers = world_size - 1
         self.lanes, self.timeout_s = tuple(lanes), timeout_s
         self.bytes_sent = 0
         self.refusal: BaguaError | None = None
         self.is_settled = self.is_forked = False
         self._connect, self._store, self._device = connect, store, torch_device
-        self._lane0, self._known_lanes = self.lanes[0], frozenset(self.lanes)
+        self._lane0 = self.lanes[0]
         self._board: CallBoard | None = None
-        self._is_comparing = False
+        self.is_comparing = False
         self._made: list[weakref.ref[CheckedCommunicator]] = []
-        self._sequence = 0
-        self._flight: deque[tuple[LaunchedWork, Stream, int, int]] = deque(maxlen=FLIGHT_LENGTH)
-        self._groups: dict[int, OpenGroup] = {}
+        self.sequence = 0
+        self.flight: deque[tuple[BaseWork, int, int]] = deque(maxlen=FLIGHT_LENGTH)
+        self.open_groups: dict[int, OpenGroup] = {}
         self._children = itertools.count()
-        self._pieces = (world_size - 1) / world_size  # the part of a tensor that isn't this rank's own
         _LIVE.add(self)
 
     # ---- what a backend implements beside the primitives of Collectives
@@ -100,7 +104,7 @@ class CheckedCommunicator(Collectives):
         """Hold `stream` back until `event` completes."""
 
     @abstractmethod
-    def ahead_of(self, work: LaunchedWork) -> str:
+    def ahead_of(self, work: BaseWork) -> str:
         """What holds up the lane of `work`, for error texts; "" where that isn't known."""
 
     @abstractmethod
@@ -122,7 +126,7 @@ class CheckedCommunicator(Collectives):
         """
         self._enter(None)
         arguments.require_rank("broadcast_object", "root", root, self.world_size)
-        if get_ident() in self._groups:
+        if get_ident() in self.open_groups:
             raise UsageError("broadcast_object: it waits, so it can't be part of a group()")
         payload, failed = b"", None
         if self.rank == root:
@@ -159,28 +163,29 @@ class CheckedCommunicator(Collectives):
         """
         self._enter(None)
         thread = get_ident()
-        if thread in self._groups:
+        if thread in self.open_groups:
             yield
             return
-        group = self._groups[thread] = OpenGroup()
+        group = self.open_groups[thread] = OpenGroup()
         try:
             yield
         except BaseException:
             group.give_up()
             raise
         finally:
-            del self._groups[thread]
+            del self.open_groups[thread]
         self._enter(None)
-        if self._is_comparing:
-            self._compare([(work, lane) for lane, members in group.by_lane() for work, _ in members])
+        if self.is_comparing:
+            self._compare([work for _, members in group.by_lane() for work in members])
         for lane, members in group.by_lane():
-            for work, sent in members:
-                self._sequence += 1
-                work.sequence = self._sequence
-                self.bytes_sent += int(sent)
-            event = self._queue_group(lane, [work for work, _ in members])
-            for work, _ in members:
+            for work in members:
+                self.sequence = work.sequence = self.sequence + 1
+                self.bytes_sent += work.sent
+            event = self._queue_group(lane, members)
+            now_ns = perf_counter_ns()
+            for work in members:
                 work.launched(event)
+                self.flight.append((work, work.sequence, now_ns))
 
     def split(self, color: int | None, key: int = 0) -> CheckedCommunicator | None:
         """Make a communicator for each colour; collective over all ranks, blocks the host.
@@ -196,7 +201,7 @@ class CheckedCommunicator(Collectives):
             CollectiveTimeoutError: a rank did not come.
         """
         self._enter(None)
-        if get_ident() in self._groups:
+        if get_ident() in self.open_groups:
             raise UsageError("split: it waits, so it can't be part of a group()")
         number = next(self._children)
         mine = torch.tensor([int(color is not None), color or 0, key], device=self._device)
@@ -269,15 +274,15 @@ class CheckedCommunicator(Collectives):
 
     def use_board(self, board: CallBoard) -> None:
         """Tell the other ranks there what this one waits for; compare every call first if the board does."""
-        self._board, self._is_comparing = board, board.is_comparing
+        self._board, self.is_comparing = board, board.is_comparing
 
-    def _compare(self, launches: Sequence[tuple[LaunchedWork, Stream]]) -> None:
-        for work, lane in launches:
-            work.call = call_of(work, self.rank, self.lanes.index(lane))
+    def _compare(self, works: Sequence[LaunchedWork]) -> None:
+        for work in works:
+            work.call = call_of(work, self.rank, self.lanes.index(work.lane))
         if self._board is not None:
-            self._board.compare([work.call for work, _ in launches])
+            self._board.compare([work.call for work in works])
 
-    def wait_for(self, work: LaunchedWork, timeout_s: float) -> bool:
+    def wait_for(self, work: BaseWork, timeout_s: float) -> bool:
         """Block the host until `work` is complete; False if it was not in time.
 
         Raises:
@@ -288,13 +293,13 @@ class CheckedCommunicator(Collectives):
             return self.await_event(event, timeout_s)
         call = getattr(work, "call", None)
         is_complete = self._board.wait(partial(self.await_event, event), timeout_s, self._queued, call)
-        if self._is_comparing and is_complete and self.error_of(event) is not None:
+        if self.is_comparing and is_complete and self.error_of(event) is not None:
             self._board.look()  # a peer that found a difference may have given up already
         return is_complete
 
     def _queued(self) -> str:
         """What this rank has launched that is not complete."""
-        under_way = [w for w, *_ in list(self._flight) if not w.is_done()]
+        under_way = [w for w, *_ in list(self.flight) if not w.is_done()]
         texts = [f"{w.operation} #{w.sequence}" for w in under_way[:4]]
         return ", ".join(texts) + (f" and {len(under_way) - 4} more" if len(under_way) > 4 else "")
 
@@ -348,7 +353,7 @@ class CheckedCommunicator(Collectives):
             self.refuse()
         if stream is None:
             return self._lane0
-        if stream not in self._known_lanes:
+        if stream not in self.lanes:
             raise UsageError(
                 f"this stream is not a lane of communicator {self.name!r}",
                 expected=", ".join(lane.name for lane in self.lanes),
@@ -362,35 +367,46 @@ class CheckedCommunicator(Collectives):
         raise fresh(error) from error
 
     def _launch(
-        self, lane: Stream, operation: str, primitive: Callable[..., None], args: tuple[Any, ...], sent: float
+        self, lane: Stream, operation: str, primitive: Callable[..., None], args: tuple[Any, ...], sent: int
     ) -> Work:
-        work = LaunchedWork(self, operation, primitive, args)
-        group = self._groups.get(get_ident()) if self._groups else None
-        if group is not None:
-            return group.add(lane, work, sent)
-        if self._is_comparing:
-            self._compare([(work, lane)])
-        self._sequence = work.sequence = self._sequence + 1
-        self.bytes_sent += int(sent)
+        work = LaunchedWork()  # [Note: made without __init__]
+        work.communicator = self
+        work.lane = lane
+        work.operation = operation
+        work.primitive = primitive
+        work.args = args
+        work.sent = sent
+        work.sequence = 0
+        work._event = None
+        work._given_up = False
+        if self.open_groups and (group := self.open_groups.get(get_ident())) is not None:
+            return group.add(work)
+        if self.is_comparing:
+            self._compare([work])
+        self.sequence = work.sequence = self.sequence + 1
+        self.bytes_sent += sent
         work.launched(self._queue(lane, work))
-        self._flight.append((work, lane, int(sent), time.perf_counter_ns()))
+        self.flight.append((work, work.sequence, perf_counter_ns()))
         return work
 
     def flight_record(self) -> list[dict[str, Any]]:
-        """The last operations that this rank launched, oldest first: a dictionary of plain values each."""
+        """The last operations that this rank launched, oldest first: a dictionary of plain values each.
+
+        The launches of one prepared call have the state of the latest, which is behind the others.
+        """
         return [
             {
-                "sequence": work.sequence,
+                "sequence": sequence,
                 "operation": work.operation,
-                "lane": lane.name,
-                "bytes_sent": sent,
+                "lane": work.lane.name,
+                "bytes_sent": work.sent,
                 "launched_us": launched_ns // 1000,
                 "state": self._state_of(work),
             }
-            for work, lane, sent, launched_ns in list(self._flight)
+            for work, sequence, launched_ns in list(self.flight)
         ]
 
-    def _state_of(self, work: LaunchedWork) -> str:
+    def _state_of(self, work: BaseWork) -> str:
         if not work.is_done():
             return "under way"
         return "complete" if self.error_of(work.event) is None else "failed"

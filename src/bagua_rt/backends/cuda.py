@@ -14,49 +14,39 @@ lane's stream, and an event recorded behind it.
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from bagua_rt.backend import Backend, Event, ReduceOp, Store, Stream
+from bagua_rt.backend import Backend, Event, PreparedCall, ReduceOp, Store, Stream, Work
 from bagua_rt.backends import _arguments as arguments
 from bagua_rt.backends import _nccl_functions as c
 from bagua_rt.backends._collectives import Copies, Pairs
 from bagua_rt.backends._communicator import CheckedCommunicator
+from bagua_rt.backends._cuda_calls import AllReduceCall, CudaPreparedCall
 from bagua_rt.backends._cuda_torch import CudaTorch, TorchSide
 from bagua_rt.backends._nccl import Nccl, NcclStatusError
 from bagua_rt.backends._nccl_comm import NcclComm
+from bagua_rt.backends._nccl_meeting import end, finalize, meet
 from bagua_rt.backends._nvrtc import KernelCache, target_for
-from bagua_rt.backends._work import LaunchedWork, fresh
-from bagua_rt.backends.cuda_device import CudaDevice, CudaEvent, CudaStream, cuda_event
+from bagua_rt.backends._work import BaseWork, LaunchedWork, fresh
+from bagua_rt.backends.cuda_device import CudaDevice, cuda_event
 from bagua_rt.backends.cuda_kernels import CudaKernels
+from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream
 from bagua_rt.config import RuntimeConfig
-from bagua_rt.errors import (
-    BaguaError,
-    ClosedError,
-    CollectiveTimeoutError,
-    InternalError,
-    LibraryError,
-    PeerError,
-    UsageError,
-)
+from bagua_rt.errors import BaguaError, ClosedError, InternalError, LibraryError, PeerError, UsageError
 
-_log = logging.getLogger(__name__)
 _BYTES = c.DATATYPES["uint8"]
 # The ncclDataType_t as which NCCL reduces a dtype, and how many of them an element is.
 _NUMBERS = {dtype: (c.datatype(str(dtype)), 1) for dtype in arguments.REDUCIBLE["max"]} | {
     torch.complex64: (c.DATATYPES["float32"], 2),
     torch.complex128: (c.DATATYPES["float64"], 2),
 }
-_CLOSE_S = 10.0
-_ABORT_S = 5.0
-# Communicators that could not be aborted: a thread is inside a call on them for good.
-_leaked: list[NcclComm] = []
+_REMEMBERED = 1024  # all_reduce_ calls that a communicator remembers
 
 
 def open_cuda(
@@ -139,14 +129,18 @@ class CudaCommunicator(CheckedCommunicator):
             raise UsageError(
                 f"communicator {name!r}: rank {rank} is not usable", expected=f"0 to {world_size - 1}"
             )
-        self._cuda = device
+        self.device = device
         self._is_grouping = False
-        self._means: dict[int, int] = {}  # PreMulSum operators by ncclDataType_t
+        self._reductions: dict[tuple[torch.dtype, ReduceOp], tuple[int, int, int]] = {}
+        self.me = weakref.ref(self)
+        self.latest: dict[CudaStream, CudaEvent] = {}
+        self._index = -1 if device.torch_device.index is None else device.torch_device.index
+        self._remembered: dict[tuple[object, ...], AllReduceCall] = {}
         self._nccl: NcclComm | None = None
         device.require_open()
         device.enter()
         if world_size > 1:
-            self._nccl = _meet(nccl(), store, rank, world_size, name, timeout_s)
+            self._nccl = meet(nccl(), store, rank, world_size, name, timeout_s)
         self._token = torch.empty(1, dtype=torch.uint8, device=device.torch_device)
         super().__init__(
             connect,
@@ -170,28 +164,28 @@ class CudaCommunicator(CheckedCommunicator):
     # ---- launching and waiting
 
     def _queue(self, lane: Stream, work: LaunchedWork) -> Event:
-        own = self._cuda.stream(lane)
-        with self._cuda.issue_lock:  # [Note: who is inside NCCL]
-            self._require_clear(own)
+        own: Any = lane
+        with self.device.issue_lock:  # [Note: who is inside NCCL]
+            others = self.require_clear(own)
             try:
                 work.primitive(own, *work.args)
             except LibraryError as error:
-                raise self._given_up(error) from error
-            return self._record(own, work.args, work.operation, work.sequence)
+                raise self.given_up(error) from error
+            return self._record(own, others, work.args, work.operation, work.sequence)
 
     def _queue_group(self, lane: Stream, works: Sequence[LaunchedWork]) -> Event:
-        own = self._cuda.stream(lane)
+        own: Any = lane
         names = "+".join(work.operation for work in works[:4]) + ("…" if len(works) > 4 else "")
-        with self._cuda.issue_lock:
-            self._require_clear(own)
+        with self.device.issue_lock:
+            others = self.require_clear(own)
             try:
                 self._issue_group(own, works)
             except LibraryError as error:
-                raise self._given_up(error) from error
+                raise self.given_up(error) from error
             holds = [work.args for work in works]
-            return self._record(own, holds, f"group({names})", works[0].sequence)
+            return self._record(own, others, holds, f"group({names})", works[0].sequence)
 
-    def _given_up(self, error: LibraryError) -> BaguaError:
+    def given_up(self, error: LibraryError) -> BaguaError:
         """Give the communicator up, for the other ranks count on the operation that a library refused."""
         failure = self._translated(error) if isinstance(error, NcclStatusError) else fresh(error)
         if not isinstance(failure, BaguaError):
@@ -214,30 +208,46 @@ class CudaCommunicator(CheckedCommunicator):
             self._is_grouping = False
         self._launched(calls())
 
-    def _require_clear(self, lane: CudaStream) -> None:
-        """Refuse a launch behind another communicator's failure: it would be stuck, the ranks out of step."""
+    def require_clear(self, lane: CudaStream) -> tuple[CudaEvent, ...]:
+        """Refuse a launch behind another communicator's failure: it would be stuck, the ranks out of step.
+
+        Returns:
+            The other communicators' operations that a launch on `lane` is behind.
+        """
         if self.refusal is not None:  # it came while this thread waited for its turn
             self.refuse()
-        self._cuda.require_open(lane)
-        self._cuda.enter()
-        for event in lane.before():
+        self.device.require_open(lane)
+        others = lane.before_others(self)
+        for event in others:
             if event.failure is not None:
                 raise PeerError(
                     f"lane {lane.name!r} of communicator {self.name!r} is behind a failed operation",
                     got=str(event.failure),
                     fix="abort() or close() the communicator that failed",
                 ) from event.failure
+        return others
 
-    def _record(self, lane: CudaStream, holds: object, operation: str, sequence: int) -> CudaEvent:
-        event = self._cuda.record_holding(lane, holds, owner=self, operation=(operation, sequence))
-        lane.passed(event)
+    def _record(
+        self, lane: CudaStream, others: tuple[CudaEvent, ...], holds: object, operation: str, sequence: int
+    ) -> CudaEvent:
+        event = CudaEvent()
+        event.behind = others
+        event.owner = self
+        event.operation = operation
+        event.holds = holds
+        event.queue_on(lane, sequence)
+        lane.passed(event, self)
         if self.refusal is not None:  # it failed between the launch and here: nobody has marked this one
             event.failure = self.refusal
         return event
 
     def _launched(self, is_launched: bool) -> None:
+        if not is_launched and not self._is_grouping:
+            self.wait_launched()
+
+    def wait_launched(self) -> None:
         """Wait for NCCL where a call is in progress; an event may be recorded only behind it."""
-        if is_launched or self._is_grouping or self._nccl is None:
+        if self._nccl is None:
             return
         try:
             self._nccl.wait_ready(self.timeout_s)
@@ -259,7 +269,9 @@ class CudaCommunicator(CheckedCommunicator):
 
     def _translated(self, error: NcclStatusError) -> PeerError:
         pending = [event for lane in self.lanes for event in self._pending(lane)]
-        name, sequence = pending[0].operation if pending else ("an operation", self._sequence)
+        name, sequence = "an operation", self.sequence
+        if pending:
+            name, sequence = pending[0].operation, pending[0].sequence
         return PeerError(
             f"{name} #{sequence} of communicator {self.name!r} failed on rank {self.rank} "
             f"of {self.world_size}",
@@ -269,7 +281,7 @@ class CudaCommunicator(CheckedCommunicator):
         )
 
     def _pending(self, lane: Stream) -> list[CudaEvent]:
-        return [event for event in self._cuda.stream(lane).pending() if event.owner is self]
+        return [event for event in self.device.stream(lane).pending() if event.owner is self]
 
     def fail(self, error: BaguaError) -> None:
         """Refuse calls from now on, and mark the operations under way as failed."""
@@ -284,7 +296,7 @@ class CudaCommunicator(CheckedCommunicator):
 
     def await_event(self, event: Event, timeout_s: float) -> bool:
         point = cuda_event(event)
-        return self._cuda.await_either(point, point.is_over, timeout_s)
+        return self.device.await_either(point, point.is_over, timeout_s)
 
     def is_done(self, event: Event) -> bool:
         return cuda_event(event).is_over()
@@ -293,30 +305,76 @@ class CudaCommunicator(CheckedCommunicator):
         return cuda_event(event).failure
 
     def hold(self, stream: Stream, event: Event) -> None:
-        self._cuda.wait(stream, event)
+        self.device.wait(stream, event)
 
-    def ahead_of(self, work: LaunchedWork) -> str:
+    def ahead_of(self, work: BaseWork) -> str:
         pending = cuda_event(work.event).stream.pending()
         return next((str(event) for event in pending if event.owner is not None), "")
+
+    # ---- all_reduce_ of what was reduced before: _cuda_calls.py
+
+    def all_reduce_(self, t: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None) -> Work:
+        """Reduce `t` over the ranks, in place; see `Collectives.all_reduce_`.
+
+        What a remembered call says of every tensor with its key: it is dense, real, and reducible by `op`.
+        """
+        try:
+            call = self._remembered[t.data_ptr(), t.numel(), t.dtype, op, stream]
+        except (KeyError, TypeError, AttributeError, RuntimeError):  # new, or no arguments at all
+            call = None
+        if call is None:
+            return self._remember(t, op, stream)
+        if t.get_device() != self._index or not t.is_contiguous() or t.is_neg():
+            return super().all_reduce_(t, op, stream=stream)
+        if self.open_groups or self.is_comparing:  # there is more to do than to launch it
+            return super().all_reduce_(t, op, stream=stream)
+        return call.launch(t)
+
+    def _remember(self, t: torch.Tensor, op: ReduceOp, stream: Stream | None) -> Work:
+        """Check and launch it by the general way, and remember it for the next time."""
+        work = super().all_reduce_(t, op, stream=stream)
+        if self._nccl is not None and t.numel() and not t.is_complex():
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            call = self._all_reduce_call(self._nccl, t, op, self._enter(stream))
+            self._remembered[t.data_ptr(), t.numel(), t.dtype, op, stream] = call
+        return work
+
+    def prepare_all_reduce_(
+        self, t: torch.Tensor, op: ReduceOp = "avg", *, stream: Stream | None = None
+    ) -> PreparedCall:
+        """Check the arguments of an all_reduce_ that is to be launched again and again; see `Collectives`."""
+        prepared = super().prepare_all_reduce_(t, op, stream=stream)
+        if self._nccl is None or not t.numel():
+            return prepared
+        call = self._all_reduce_call(self._nccl, t, op, self._enter(stream))
+        return CudaPreparedCall(call, t, prepared)
+
+    def _all_reduce_call(self, nccl: NcclComm, t: torch.Tensor, op: ReduceOp, lane: Any) -> AllReduceCall:
+        address = t.data_ptr()
+        with self.device.issue_lock:
+            datatype, each, operator = self._reduction(t.dtype, op)
+            with nccl.prepare() as calls:
+                nccl.all_reduce(address, address, t.numel() * each, datatype, operator, lane.handle)
+        return AllReduceCall(self, lane, calls, self._share(t, 2))
 
     # ---- primitives; `via` is the lane
 
     def _all_reduce(self, via: CudaStream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
-        if self._nccl is None or not inp.numel():
+        nccl, count = self._nccl, inp.numel()
+        if nccl is None or not count:
             self._copy(via, out, inp)
             return
-        datatype, count = _numbers(inp)
-        arrived = self._nccl.all_reduce(
-            inp.data_ptr(), out.data_ptr(), count, datatype, self._operator(op, datatype), via.handle
-        )
-        self._launched(arrived)
+        datatype, each, operator = self._reduction(inp.dtype, op)
+        source, target = inp.data_ptr(), out.data_ptr()
+        self._launched(nccl.all_reduce(source, target, count * each, datatype, operator, via.handle))
 
     def _reduce(self, via: CudaStream, t: torch.Tensor, root: int, op: ReduceOp) -> None:
-        if self._nccl is None or not t.numel():
+        nccl, count, pointer = self._nccl, t.numel(), t.data_ptr()
+        if nccl is None or not count:
             return
-        (datatype, count), pointer = _numbers(t), t.data_ptr()
-        operator = self._operator(op, datatype)
-        self._launched(self._nccl.reduce(pointer, pointer, count, datatype, operator, root, via.handle))
+        datatype, each, operator = self._reduction(t.dtype, op)
+        self._launched(nccl.reduce(pointer, pointer, count * each, datatype, operator, root, via.handle))
 
     def _broadcast(self, via: CudaStream, t: torch.Tensor, root: int) -> None:
         if self._nccl is None or not t.numel():
@@ -331,15 +389,13 @@ class CudaCommunicator(CheckedCommunicator):
         self._launched(self._nccl.all_gather(inp.data_ptr(), out.data_ptr(), inp.nbytes, _BYTES, via.handle))
 
     def _reduce_scatter(self, via: CudaStream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
-        if self._nccl is None or not out.numel():
+        nccl, count = self._nccl, out.numel()
+        if nccl is None or not count:
             self._copy(via, out, inp)
             return
-        datatype, count = _numbers(out)
-        self._launched(
-            self._nccl.reduce_scatter(
-                inp.data_ptr(), out.data_ptr(), count, datatype, self._operator(op, datatype), via.handle
-            )
-        )
+        datatype, each, operator = self._reduction(out.dtype, op)
+        source, target = inp.data_ptr(), out.data_ptr()
+        self._launched(nccl.reduce_scatter(source, target, count * each, datatype, operator, via.handle))
 
     def _all_to_all(self, via: CudaStream, out: torch.Tensor, inp: torch.Tensor) -> None:
         if self._nccl is None or not inp.numel():
@@ -369,17 +425,21 @@ class CudaCommunicator(CheckedCommunicator):
 
     def _copy(self, via: CudaStream, destination: torch.Tensor, source: torch.Tensor) -> None:
         if destination.data_ptr() != source.data_ptr() and source.numel():
-            self._cuda.copy(destination.data_ptr(), source.data_ptr(), source.nbytes, via)
+            self.device.copy(destination.data_ptr(), source.data_ptr(), source.nbytes, via)
 
-    def _operator(self, op: ReduceOp, datatype: int) -> int:
-        """NCCL's number of `op`; an average is scaled by 1/n, and then summed."""
-        if op != "avg" or self._nccl is None:
-            return c.OPS[op]
-        operator = self._means.get(datatype)
-        if operator is None:
-            scale = 1.0 / self.world_size
-            operator = self._means[datatype] = self._nccl.create_pre_mul_sum(scale, datatype)
-        return operator
+    def _reduction(self, dtype: torch.dtype, op: ReduceOp) -> tuple[int, int, int]:
+        """The ncclDataType_t as which NCCL reduces `dtype`, how many of them an element is, and NCCL's `op`.
+
+        An average is scaled by 1/n, and then summed.
+        """
+        known = self._reductions.get((dtype, op))
+        if known is None:
+            datatype, each = _NUMBERS[dtype]
+            operator = c.OPS[op]
+            if op == "avg" and self._nccl is not None:
+                operator = self._nccl.create_pre_mul_sum(1.0 / self.world_size, datatype)
+            known = self._reductions[dtype, op] = datatype, each, operator
+        return known
 
     # ---- memory and end
 
@@ -397,83 +457,29 @@ class CudaCommunicator(CheckedCommunicator):
 
     @contextmanager
     def _registered(self, nccl: NcclComm, t: torch.Tensor) -> Iterator[None]:
-        with self._cuda.issue_lock:
-            self._cuda.enter()
+        with self.device.issue_lock:
+            self.device.enter()
             handle = nccl.register(t.data_ptr(), t.nbytes)
         try:
             yield
         finally:
-            with self._cuda.issue_lock:
+            with self.device.issue_lock:
                 if nccl.handle:  # an aborted communicator has no registrations left
                     nccl.deregister(handle)
 
     def _abort(self, error: BaguaError) -> None:
         self._mark(error)
         if self._nccl is not None:
-            _end(self._nccl, self.name)
+            end(self._nccl, self.name)
 
     def _close(self) -> None:
         nccl, self._nccl = self._nccl, None
+        self._remembered.clear()
         if nccl is None:
             return
         pending = any(self._pending(lane) for lane in self.lanes)
         self._mark(self.refusal or InternalError("close left no refusal"))
         if pending or not nccl.handle:
-            _end(nccl, self.name)
+            end(nccl, self.name)
             return
-        # Finalizing waits for the other ranks of the node, and `close` for nobody.
-        name = f"bagua-close-{self.name}"
-        threading.Thread(target=_finalize, args=(nccl, self.name), name=name, daemon=True).start()
-
-
-def _numbers(t: torch.Tensor) -> tuple[int, int]:
-    """The ncclDataType_t and the count as which NCCL reduces `t`; a complex number is two numbers."""
-    datatype, each = _NUMBERS[t.dtype]
-    return datatype, t.numel() * each
-
-
-def _meet(
-    nccl: Nccl, store: Store | None, rank: int, world_size: int, name: str, timeout_s: float
-) -> NcclComm:
-    """Share rank 0's unique id through the store, see that all ranks are there, and connect."""
-    if store is None:
-        raise UsageError(
-            f"communicator {name!r}: ranks can't meet without a store", expected="a Store", got="None"
-        )
-    deadline = time.monotonic() + timeout_s
-    # The same name may be used again: the n-th connect of each rank meets the n-th of the others.
-    turn = store.add(f"bagua/{name}/nccl/turn/{rank}", 1)
-    keys = [f"bagua/{name}/nccl/{turn}/{other}" for other in range(world_size)]
-    store.set(keys[rank], nccl.unique_id().hex() if rank == 0 else "here")
-    pause_s = 1e-3
-    while not store.check(keys):
-        if time.monotonic() >= deadline:
-            missing = [other for other in range(world_size) if not store.check([keys[other]])]
-            raise CollectiveTimeoutError(
-                f"communicator {name!r}: rank {rank} met not all {world_size} ranks within {timeout_s:g} s",
-                expected="each of them to connect under this name",
-                got=f"nothing from rank {', '.join(map(str, missing))}",
-                fix="look for a rank that did not start or died, or raise timeout_s",
-            )
-        time.sleep(pause_s)
-        pause_s = min(0.02, 2 * pause_s)
-    unique_id = bytes.fromhex(store.get(keys[0]).decode())
-    return nccl.init_rank(world_size, unique_id, rank, timeout_s=max(deadline - time.monotonic(), 0.1))
-
-
-def _end(nccl: NcclComm, name: str) -> None:
-    """Abort, or leak a communicator that can't be aborted."""
-    try:
-        nccl.abort(_ABORT_S)
-    except BaguaError as error:
-        _leaked.append(nccl)
-        _log.error("the NCCL communicator of %r is left as it is: %s", name, error)
-
-
-def _finalize(nccl: NcclComm, name: str) -> None:
-    """Close an idle communicator, and abort it if the other ranks don't close theirs."""
-    try:
-        nccl.close(_CLOSE_S)
-    except BaguaError as error:
-        _log.debug("the NCCL communicator of %r is aborted: %s", name, error)
-        _end(nccl, name)
+        finalize(nccl, self.name)

@@ -1,20 +1,7 @@
-"""Streams and events of a CUDA device, on cuda.core: the driver's API and nothing else.
+"""A CUDA device: streams and events, on cuda.core: the driver's API and nothing else.
 
 No call here waits for the device, except `CudaDevice.synchronize`, which asks an event until its deadline:
 the driver's own waits have none. cuda.core's ``Device.sync()`` and everything of cudart are not used.
-
-[Note: alive until its event]
-    The host runs ahead of the device, so whatever queues work on a stream keeps the work's tensors alive by
-    reference, in the event recorded behind it (`CudaEvent.holds`), and the stream keeps the event
-    (`CudaStream.keep`) until somebody has seen it complete. Torch's allocator may hand the memory on
-    only then, so it needs no ``record_stream``.
-
-[Note: errors behind an operation]
-    A stream of the device knows no errors: what is queued behind a collective that failed stays stuck with
-    it, and runs, on what it finds, once the communicator is aborted. So an event carries on the host which
-    collectives were before it in its stream (`CudaEvent.roots`), over waits between streams too, and its
-    error is theirs. A collective that the driver had completed before its communicator failed is good.
-    Once the communicator is aborted or closed, events recorded from then on no longer carry its error.
 """
 
 from __future__ import annotations
@@ -23,17 +10,15 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol
-
-import torch
+from collections.abc import Callable
+from typing import Any, Literal
 
 from bagua_rt import backend
 from bagua_rt.backends._cuda_torch import TorchSide
 from bagua_rt.backends._nvrtc import _cuda as import_cuda
 from bagua_rt.backends._work import fresh
-from bagua_rt.errors import BaguaError, ClosedError, CollectiveTimeoutError, CudaError, UsageError
+from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream, SpareEvents, TimedEvent, cuda_error
+from bagua_rt.errors import ClosedError, CollectiveTimeoutError, CudaError, UsageError
 
 # A float32 of milliseconds, which is what the driver gives, has 4 us left at this distance from its base.
 _BASE_IS_OLD_MS = 60_000.0
@@ -44,157 +29,10 @@ _HIGH_PRIORITY = -1
 _quarantine: list[CudaEvent] = []
 
 
-class Owner(Protocol):
-    """What an event knows of the communicator whose operation ends there."""
+class _Entered(threading.local):
+    """Has the thread made the device's context its own?"""
 
-    name: str
-    is_settled: bool  # aborted or closed: its failure no longer holds others back
-
-    def poll(self) -> None: ...
-
-
-class CudaEvent:
-    """A point in a stream.
-
-    Attributes:
-        raw: The driver's event.
-        stream: Where it was recorded.
-        behind: Operations of communicators that were before it, as far as their end was not known.
-        owner: The communicator whose operation ends here, if one does.
-        operation: The operation's name and number, for error texts.
-        holds: What lives until the event is complete ([Note: alive until its event]).
-        failure: The error of the operation that ends here.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_landed",
-        "_pool",
-        "behind",
-        "failure",
-        "holds",
-        "operation",
-        "owner",
-        "raw",
-        "stream",
-    )
-
-    def __init__(self, raw: Any, pool: list[Any], stream: CudaStream, behind: tuple[CudaEvent, ...]) -> None:
-        self.raw, self._pool, self.stream, self.behind = raw, pool, stream, behind
-        self.owner: Owner | None = None
-        self.operation: tuple[str, int] = ("", 0)
-        self.holds: object = None
-        self.failure: BaseException | None = None
-        self._landed = False
-
-    def __del__(self) -> None:
-        # A wait that is queued took the record that it saw: the driver's event may be recorded anew.
-        self._pool.append(self.raw)
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that the stream had met by then ([Note: errors behind an operation])."""
-        if self.failure is not None:
-            return self.failure
-        for root in self.behind:
-            if root.failure is not None:
-                return root.failure
-        return None
-
-    def has_landed(self) -> bool:
-        """Has the device reached this point? Lets go of what it held if so.
-
-        Raises:
-            CudaError: the device has failed.
-        """
-        if self._landed:
-            return True
-        try:
-            self._landed = self.raw.is_done
-        except Exception as error:  # cuda.core's own type is private
-            raise cuda_error("cuEventQuery", error) from error
-        if self._landed:
-            self.holds = None
-            if self.error is None:
-                self.behind = ()  # or each operation would keep all the earlier ones
-                self.owner = None
-        return self._landed
-
-    def is_done(self) -> bool:
-        """Is the outcome known: reached, or behind an operation that failed?"""
-        return self.error is not None or self.has_landed()
-
-    def is_over(self) -> bool:
-        """Has the operation that ends here ended, or failed, whatever became of those before it?"""
-        return self.failure is not None or self.has_landed()
-
-    def roots(self) -> tuple[CudaEvent, ...]:
-        """The operations whose errors what comes behind this point carries."""
-        return self.behind if self.owner is None else (*self.behind, self)
-
-    def matters(self) -> bool:
-        """Must what is recorded behind this operation carry it along?"""
-        if self.failure is not None:
-            return self.owner is not None and not self.owner.is_settled
-        return not self.has_landed()
-
-    def __str__(self) -> str:
-        name, sequence = self.operation
-        return f"{name} #{sequence} of communicator {self.owner.name!r}" if self.owner else name
-
-
-class CudaStream:
-    """A stream of the device.
-
-    Attributes:
-        name: The name that traces and error texts show.
-        raw: cuda.core's stream.
-        handle: The driver's handle.
-        busy_us: 0; the device is not asked.
-        scratch: Memory that kernels on this stream share, one after the other.
-    """
-
-    busy_us = 0.0
-
-    def __init__(self, name: str, raw: Any, *, is_ours: bool) -> None:
-        self.name, self.raw, self.is_ours = name, raw, is_ours
-        self.handle = int(raw.handle)
-        self.is_closed = False
-        self.scratch: torch.Tensor | None = None
-        self._before: tuple[CudaEvent, ...] = ()
-        self._kept: deque[CudaEvent] = deque()
-        self._one_prunes = threading.Lock()
-
-    def before(self) -> tuple[CudaEvent, ...]:
-        """The operations that what is queued now is behind, as far as it matters."""
-        if self._before:
-            self._before = tuple(event for event in self._before if event.matters())
-        return self._before
-
-    def behind(self, roots: Iterable[CudaEvent]) -> None:
-        """Note that what is queued from now on is behind these operations too."""
-        new = {event: None for event in roots if event.matters()}
-        if new:
-            self._before = (*(event for event in self.before() if event not in new), *new)
-
-    def passed(self, event: CudaEvent) -> None:
-        """Note an operation on this stream: it comes after all earlier ones of its communicator here."""
-        earlier = (e for e in self.before() if e.owner is not event.owner or e.stream is not self)
-        self._before = (*earlier, event)
-
-    def keep(self, event: CudaEvent) -> None:
-        """Keep `event`, and what it holds, until it has landed ([Note: alive until its event])."""
-        self._kept.append(event)
-        if self._one_prunes.acquire(blocking=False):
-            try:
-                while self._kept and self._kept[0].has_landed():
-                    self._kept.popleft()
-            finally:
-                self._one_prunes.release()
-
-    def pending(self) -> list[CudaEvent]:
-        """The events that have not landed, in order."""
-        return [event for event in list(self._kept) if not event.has_landed()]
+    once = False
 
 
 class CudaDevice:
@@ -203,6 +41,7 @@ class CudaDevice:
     Attributes:
         raw: cuda.core's device.
         issue_lock: Held while NCCL is called to launch on this device, up to the record behind it.
+        entered: Whether the calling thread has entered the device's context.
     """
 
     type: Literal["cuda"] = "cuda"
@@ -222,10 +61,10 @@ class CudaDevice:
         self._core, self._driver = core, import_cuda("bindings.driver")
         self.raw = core.Device(index)
         self.enter()
-        self._events: dict[bool, list[Any]] = {False: [], True: []}
+        self._spare_events = SpareEvents(self.new_event)
         self._compute: dict[int, CudaStream] = {}
         self._streams: set[CudaStream] = set()
-        self._entered = threading.local()
+        self.entered = _Entered()
         self._refusal: ClosedError | None = None
         self._base: tuple[CudaEvent, float] | None = None
         _live_devices.add(self)
@@ -237,7 +76,7 @@ class CudaDevice:
         handle = self.torch_side.current_stream()
         stream = self._compute.get(handle)
         if stream is None:
-            stream = CudaStream("compute", self._wrapped(handle), is_ours=False)
+            stream = CudaStream("compute", self._wrapped(handle), self._spare_events, is_ours=False)
             self._compute[handle] = stream
         return stream
 
@@ -254,7 +93,7 @@ class CudaDevice:
             raw = self.raw.create_stream(options=options)
         except Exception as error:
             raise cuda_error("cuStreamCreateWithPriority", error) from error
-        stream = CudaStream(name, raw, is_ours=True)
+        stream = CudaStream(name, raw, self._spare_events, is_ours=True)
         self._streams.add(stream)
         return stream
 
@@ -264,6 +103,7 @@ class CudaDevice:
         if own.is_closed or not own.is_ours or self._refusal is not None:
             return
         own.is_closed = True
+        own.solo = None
         self._streams.discard(own)
         _quarantine[:] = [event for event in (*_quarantine, *own.pending()) if not event.has_landed()]
         own.raw.close()
@@ -288,34 +128,20 @@ class CudaDevice:
         """An event that completes when all work queued on `stream` so far has."""
         return self.record_holding(self.stream(stream), None, timed=timed)
 
-    def record_holding(
-        self,
-        stream: CudaStream,
-        holds: object,
-        *,
-        timed: bool = False,
-        owner: Owner | None = None,
-        operation: tuple[str, int] = ("", 0),
-    ) -> CudaEvent:
+    def record_holding(self, stream: CudaStream, holds: object, *, timed: bool = False) -> CudaEvent:
         """Record an event that keeps `holds` alive until it completes ([Note: alive until its event])."""
         self.require_open(stream)
-        pool = self._events[timed]
-        try:
-            raw = pool.pop()
-        except IndexError:
-            raw = self._new_event(timed)
-        try:
-            stream.raw.record(raw)
-        except Exception as error:
-            raise cuda_error("cuEventRecord", error) from error
-        event = CudaEvent(raw, pool, stream, stream.before())
-        event.owner, event.operation = owner, operation
-        if holds is not None:
-            event.holds = holds
-            stream.keep(event)
+        event = TimedEvent() if timed else CudaEvent()  # [Note: made without __init__]
+        event.behind = stream.before()
+        event.owner = None
+        event.operation = ""
+        event.holds = holds
+        if timed:
+            event.raw = self.new_event(timed=True)
+        event.queue_on(stream)
         return event
 
-    def _new_event(self, timed: bool) -> Any:
+    def new_event(self, *, timed: bool = False) -> Any:
         self.enter()
         return self.raw.create_event(options=self._core.EventOptions(timing_enabled=timed))
 
@@ -329,21 +155,26 @@ class CudaDevice:
         self.require_open(target)
         if point.error is not None:
             raise fresh(point.error) from point.error
+        waits = point.stream.events.waits
+        waits.append(None)  # [Note: the driver's events are used again]
         try:
-            target.raw.wait(point.raw)
+            if (raw := point.raw) is not None:
+                target.raw.wait(raw)
         except Exception as error:
             raise cuda_error("cuStreamWaitEvent", error) from error
+        finally:
+            waits.pop()
         target.behind(point.roots())
 
     def query(self, event: backend.Event) -> bool:
         """Has `event` completed (with or without an error)?"""
-        return cuda_event(event).is_done()
+        return cuda_event(event).is_known()
 
     def synchronize(self, event: backend.Event, timeout_s: float | None = None) -> None:
         """Block the host until `event` completes; asks it, and NCCL, again and again until the deadline."""
         point, limit = cuda_event(event), self.timeout_s if timeout_s is None else timeout_s
         self.require_open()
-        if not self.await_either(point, point.is_done, limit):
+        if not self.await_either(point, point.is_known, limit):
             busy = "; ".join(f"{point.stream.name}: {root}" for root in point.roots() if root.matters())
             raise CollectiveTimeoutError(
                 f"an event did not complete within {limit:g} s",
@@ -435,9 +266,9 @@ class CudaDevice:
             raise fresh(self._refusal) from self._refusal
         if stream is not None and stream.is_closed:
             raise ClosedError(f"the stream {stream.name!r} was closed")
-        if not hasattr(self._entered, "once"):  # a thread begins without a context
+        if not self.entered.once:  # a thread begins without a context
             self.enter()
-            self._entered.once = True
+            self.entered.once = True
 
     def disown(self) -> None:
         """Refuse everything: this is the child of a fork, where CUDA does not work."""
@@ -461,16 +292,6 @@ def cuda_event(event: backend.Event) -> CudaEvent:
     if not isinstance(event, CudaEvent):
         raise UsageError("this is not an event of the CUDA device", got=repr(event))
     return event
-
-
-def cuda_error(function: str, error: Exception) -> BaguaError:
-    """The error for what cuda.core raised: the one place where the driver's statuses become exceptions."""
-    if isinstance(error, BaguaError):
-        return error
-    return CudaError(
-        f"{function} failed: {type(error).__name__}: {str(error).strip()}",
-        fix="an error of an earlier launch may show only now: CUDA_LAUNCH_BLOCKING=1 finds it",
-    )
 
 
 # NCCL calls on one device come from one thread at a time, whatever backends are open in this process.

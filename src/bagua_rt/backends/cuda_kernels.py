@@ -15,7 +15,8 @@ from bagua_rt.backend import Stream
 from bagua_rt.backends import _codec_cpu
 from bagua_rt.backends._nvrtc import ELEMENTS, KernelCache, Variant
 from bagua_rt.backends._nvrtc import _cuda as import_cuda
-from bagua_rt.backends.cuda_device import CudaDevice, CudaEvent, CudaStream, cuda_error
+from bagua_rt.backends.cuda_device import CudaDevice
+from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream, cuda_error
 from bagua_rt.errors import CudaError, UsageError
 
 # Geometry of kernels/README.md.

@@ -19,7 +19,7 @@ from bagua_rt.backends import _arguments as arguments
 from bagua_rt.backends._collectives import Copies, Pairs
 from bagua_rt.backends._communicator import CheckedCommunicator
 from bagua_rt.backends._gloo_meeting import OUT_OF_REACH, GlooGroup, make_mortal, meet
-from bagua_rt.backends._work import LaunchedWork
+from bagua_rt.backends._work import BaseWork, LaunchedWork
 from bagua_rt.backends.gloo_device import CpuDevice, Lane, LaneTask, lane_event
 from bagua_rt.backends.gloo_kernels import CpuKernels
 from bagua_rt.errors import BaguaError, InternalError, PeerError, UsageError
@@ -169,7 +169,7 @@ class GlooCommunicator(CheckedCommunicator):
     def hold(self, stream: Stream, event: Event) -> None:
         self._cpu.wait(stream, event)
 
-    def ahead_of(self, work: LaunchedWork) -> str:
+    def ahead_of(self, work: BaseWork) -> str:
         point = work.event
         return ", ".join(
             lane.doing
