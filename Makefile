@@ -1,4 +1,4 @@
-# make train · test · coverage · check · fix · kernels · test-gpu · gpu-check        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
+# make train · test · coverage · check · fix · kernels · test-gpu · gpu-check · soak        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
 EXTRA  ?=
@@ -8,7 +8,7 @@ BIN    := .venv/bin
 PIP    := $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 ,      := ,
 
-.PHONY: train test coverage check fix kernels test-gpu gpu-check clean FORCE
+.PHONY: train test coverage check fix kernels test-gpu gpu-check soak clean FORCE
 .DEFAULT_GOAL := check
 
 train: .venv/installed  ## two ranks train a byte-level GPT; ARGS="--algorithm onebit_adam --ranks 3", ARGS=--help
@@ -35,6 +35,9 @@ test-gpu:  ## the tests that need a CUDA device
 
 gpu-check:  ## everything that only a GPU can show, under 4 minutes; ARGS="--nccl PATH", ARGS=--help
 	$(HERE) tools/gpu_check $(ARGS)
+
+soak: .venv/dev  ## two minutes of random trainings with killed ranks; ARGS="--minutes 60 --seed 7", ARGS=--help
+	$(BIN)/python tools/soak $(ARGS)
 
 fix: .venv/dev  ## what ruff can mend by itself
 	$(BIN)/ruff check --fix && $(BIN)/ruff format

@@ -341,6 +341,30 @@ def test_a_ledger_takes_milliseconds_at_most(pools: Callable[[int], RankPool]) -
     assert max(pools(2).run(cost_of_a_maximum, timeout=100.0)) < 0.02
 
 
+class EndsLate:
+    """gloo's work that ends just after a wait for it was over."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+        self.waits = 0
+
+    def wait(self, _: Any) -> None:
+        self.waits += 1
+        if self.waits == 1 or self.error:
+            raise RuntimeError(self.error if self.waits > 1 else "Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+
+def test_an_operation_that_ends_just_after_a_wait_is_no_failure() -> None:
+    lane = Control(None, 0, 1, "alone", timeout_s=5.0)
+    lane.finish(late := EndsLate(""), "an operation")
+    assert late.waits == 2
+    with pytest.raises(PeerError, match="Connection closed"):
+        lane.finish(EndsLate("Connection closed"), "an operation")
+
+
 # ------------------------------------------------------------------------------------------ the board alone
 
 

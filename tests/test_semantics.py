@@ -164,6 +164,57 @@ def test_sparse_gradients_are_added_up(pool: RankPool, world_size: int, find_unu
         torch.testing.assert_close(moved, 0.1 * torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
+class Lookup(nn.Module):
+    """A sparse embedding between dense layers: its rows and the others' buckets share a lane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = One(), One()
+        self.rows = nn.Embedding(3, 1, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.rows(x.long().flatten() % 3) + self.first(x))
+        return out
+
+
+def raising_with_another_plan(ctx: RankContext) -> dict[str, Any]:
+    """A parameter is frozen on all ranks, and in the same step one rank's backward raises."""
+    with group(ctx, timeout_s=20.0, lanes=1):
+        model = Lookup()
+        nn.init.ones_(model.rows.weight)
+        wrapped = wrap("attach", model, bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+        fails = False
+
+        def fail(_: torch.Tensor) -> None:
+            if fails and ctx.rank == 1:
+                raise KeyError("mine")
+
+        backward(wrapped, ctx)
+        model.last.a.weight.register_post_accumulate_grad_hook(fail)
+        errors = []
+        for flag in (False, True):
+            model.first.a.weight.requires_grad_(flag)
+            model.zero_grad()
+            fails = True
+            errors.append(caught(lambda: backward(wrapped, ctx))[0])
+            fails = False
+            model.zero_grad()
+            backward(wrapped, ctx)
+        rows = model.rows.weight.grad
+        return {
+            "errors": errors,
+            "grads": [grad(model.first.a.weight), grad(model.last.a.weight)],
+            "rows": [] if rows is None else rows.to_dense().flatten().tolist(),
+        }
+
+
+def test_sparse_rows_and_buckets_keep_one_order_when_a_backward_raises(pool: RankPool) -> None:
+    for rank, found in enumerate(on(pool, 2, raising_with_another_plan)):
+        assert found["errors"] == ["KeyError" if rank == 1 else "PeerError"] * 2
+        assert found["grads"] == [1.5, 2.5]
+        assert found["rows"] == [0.0, 0.5, 0.5]
+
+
 def dense_where_sparse_was_promised(ctx: RankContext) -> tuple[str, str]:
     with group(ctx):
         model = nn.Embedding(4, 2, sparse=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -233,21 +234,38 @@ class Engine:
 
     def _complete(self, generation: Generation, missing: Sequence[bool]) -> LedgerResult:
         """Launch what is left, and the ledger beside it; wait for both."""
-        launches = generation.launches_in_backward
         if generation.stages_early:
             self._stage_rest(generation)
         nonfinite = bool(generation.nonfinite)
         if generation.launch_on is LaunchOn.STEP_PRE and self.state.source == "gradient":
             nonfinite = not self.layout.gradients.are_finite()
+        scale = self.state.sparse_scale * self._correction()
+        return self._exchange(
+            generation,
+            lambda: self.accord.launch(missing, nonfinite=nonfinite),
+            lambda: self._stage_rest(generation),
+            lambda: self.layout.sparse.add_up(scale),
+        )
+
+    def _exchange(
+        self,
+        generation: Generation,
+        say: Callable[[], PendingMax],
+        stage: Callable[[], None],
+        add_up: Callable[[], None],
+    ) -> LedgerResult:
+        """Agree, and communicate what is left: in one order, whether the backward went well or not."""
+        launches = generation.launches_in_backward
         with self.accord.fatal():
-            ledger = self.accord.launch(missing, nonfinite=nonfinite)
+            ledger = say()
             if not self.layout.is_confirmed:  # else ranks with different buckets would meet in one collective
                 self.accord.read(ledger)
                 self.layout.is_confirmed = True
-            if self.layout.plan.sparse:
-                self.layout.sparse.add_up(self.state.sparse_scale * self._correction())
             if launches:
-                self._stage_rest(generation)
+                stage()
+            if self.layout.plan.sparse:
+                add_up()
+            if launches:
                 self.pipeline.wait(lambda: self.accord.look_into(ledger))
             return self.accord.read(ledger)
 
@@ -317,18 +335,14 @@ class Engine:
         self.state.commit()
 
     def _complete_with_zeros(self, generation: Generation, *, aborted: bool = False) -> LedgerResult:
-        launches = generation.launches_in_backward
-        for index, staged in enumerate(generation.staged):
-            if launches and not staged:
-                self.buckets[index].flat.zero_()
-                self.pipeline.ready(index)
-        with self.accord.fatal():
-            ledger = self.accord.launch(aborted=aborted)
-            if self.layout.plan.sparse:
-                self.layout.sparse.add_nothing()
-            if launches:
-                self.pipeline.wait(lambda: self.accord.look_into(ledger))
-            return self.accord.read(ledger)
+        def stage() -> None:
+            for index, staged in enumerate(generation.staged):
+                if not staged:
+                    self.buckets[index].flat.zero_()
+                    self.pipeline.ready(index)
+
+        say = partial(self.accord.launch, aborted=aborted)
+        return self._exchange(generation, say, stage, self.layout.sparse.add_nothing)
 
     # ---- forward and step -------------------------------------------------------------------------------
 

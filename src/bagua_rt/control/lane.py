@@ -241,13 +241,17 @@ class Control:
         """
         self._check()
         patience = self.patience(lambda: f"rank {self.rank} waited for {what} on {self.name}", timeout_s)
+        has_ended = False
         while True:
             try:
                 work.wait(timedelta(seconds=max(0.001, min(_LOOK_S, patience.left_s))))
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                if has_ended:
                     raise self._fail(_peer_error(what, error, patience.who_is_there())) from error
+            has_ended = work.is_completed()
+            if has_ended:  # with an error, or well, just after the wait was over: the next one tells
+                continue
             try:
                 patience.look()
             except BaguaError as error:
