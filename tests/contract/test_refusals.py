@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,7 +53,8 @@ def cases(w: World) -> Calls:
     many = [torch.zeros(4, device=dev) for _ in range(n)]
     peer = (me + 1) % n
     op: Any = "mean"
-    other = w.device.new_stream("other")
+    no: dict[type, Any] = {int: 1, str: "a", list: []}
+    other, finished = w.device.new_stream("other"), c.barrier()
     others: Calls = {}
     if dev != torch.device("cpu"):
         others["of the host"] = (lambda: c.all_reduce_(torch.zeros(4)), "move it there")
@@ -106,11 +108,20 @@ def cases(w: World) -> Calls:
         "compute stream": (lambda: c.all_reduce_(x, stream=w.device.compute_stream()), "lane0, lane1"),
         "shrink to nothing": (lambda: c.shrink([me]), "itself"),
         "shrink nobody": (lambda: c.shrink([]), "duplicate"),
+        "shrink no list": (lambda: c.shrink(no[int]), "a list of ranks"),
+        "shrink no rank": (lambda: c.shrink([[0]]), f"0 to {n - 1}"),  # type: ignore[list-item]
+        "stream no stream": (lambda: c.all_reduce_(x, stream=no[list]), "lane0, lane1"),
+        "colour": (lambda: c.split(no[str]), "color"),
+        "key": (lambda: c.split(0, no[str]), "key"),
+        "colour too big": (lambda: c.split(2**64), "64 bits"),
+        "wait": (lambda: finished.wait(no[str]), "seconds"),
+        "wait less than nothing": (lambda: finished.wait(-1), "seconds"),
     }
 
 
 def all_are_refused(ctx: RankContext, backend: str) -> None:
     with world(ctx, backend) as w:
+        w.comm.broadcast_(w.tensor([1.0]), np.int64(0)).wait()
         sent = w.comm.bytes_sent
         for name, (call, text) in cases(w).items():
             with pytest.raises(UsageError) as caught:

@@ -189,6 +189,8 @@ def _check_arguments(
         )
     if not init_sync:
         raise UsageError("init_sync=False is not supported", expected="ranks that start as rank 0 does")
+    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
+        raise UsageError("device_ids is not usable", expected="a list of one device", got=repr(device_ids))
     if device_ids is not None and len(device_ids) > 1:
         raise UsageError(
             "device_ids names several devices",

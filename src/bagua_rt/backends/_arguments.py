@@ -7,6 +7,7 @@ does a function here look for what is wrong, so a right call pays for none of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -191,7 +192,7 @@ def require_rank(
     Raises:
         UsageError: it is one of these.
     """
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world_size:
+    if not isinstance(rank, Integral) or isinstance(rank, bool) or not 0 <= int(rank) < world_size:
         raise UsageError(
             f"{operation}: {argument} is no rank of this communicator",
             expected=f"0 to {world_size - 1}",
@@ -203,6 +204,20 @@ def require_rank(
             expected="another rank",
             got=repr(rank),
             fix="copy the tensor",
+        )
+
+
+def require_integer(operation: str, argument: str, value: Any) -> None:
+    """Refuse what is no whole number of 64 bits.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or not -(2**63) <= int(value) < 2**63:
+        raise UsageError(
+            f"{operation}: {argument} is not usable",
+            expected="a whole number of 64 bits",
+            got=repr(value),
         )
 
 

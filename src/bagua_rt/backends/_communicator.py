@@ -16,7 +16,7 @@ import pickle
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
@@ -203,6 +203,9 @@ class CheckedCommunicator(Collectives):
         self._enter(None)
         if get_ident() in self.open_groups:
             raise UsageError("split: it waits, so it can't be part of a group()")
+        if color is not None:
+            arguments.require_integer("split", "color", color)
+        arguments.require_integer("split", "key", key)
         number = next(self._children)
         mine = torch.tensor([int(color is not None), color or 0, key], device=self._device)
         everyone = torch.empty(3 * self.world_size, dtype=mine.dtype, device=self._device)
@@ -230,9 +233,14 @@ class CheckedCommunicator(Collectives):
         """
         if isinstance(self.refusal, ClosedError):
             self.refuse()
-        gone = sorted(set(exclude))
-        for rank in gone:
+        if not isinstance(exclude, Iterable) or isinstance(exclude, str):
+            raise UsageError(
+                "shrink: exclude is not usable", expected="a list of ranks to leave out", got=repr(exclude)
+            )
+        excluded = list(exclude)
+        for rank in excluded:
             arguments.require_rank("shrink", "exclude", rank, self.world_size, self.rank)
+        gone = sorted({int(rank) for rank in excluded})
         if not gone:
             raise UsageError("shrink: no rank is to be left out", fix="use duplicate")
         left = [rank for rank in range(self.world_size) if rank not in gone]

@@ -71,6 +71,7 @@ class BaseWork(ABC):
             timeout_s: The deadline from now on; None takes the communicator's.
 
         Raises:
+            UsageError: `timeout_s` is no time.
             CollectiveTimeoutError: the deadline passed.
             CollectiveError: the operation failed, or its communicator was aborted meanwhile.
             ClosedError: its communicator was closed meanwhile, or this is the child of a fork.
@@ -79,6 +80,12 @@ class BaseWork(ABC):
         if communicator.is_forked:
             communicator.refuse()
         limit = communicator.timeout_s if timeout_s is None else timeout_s
+        if not isinstance(limit, (int, float)) or not limit >= 0:
+            raise UsageError(
+                f"{self.operation}: wait's timeout_s is not usable",
+                expected="seconds, 0 or more",
+                got=repr(timeout_s),
+            )
         if not communicator.wait_for(self, limit):
             self._raise_timeout(limit)
         error = communicator.error_of(event)
