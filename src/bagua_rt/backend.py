@@ -331,11 +331,12 @@ class Communicator(Protocol):
     """A group of ranks and its collectives: the low-level communication API.
 
     Every collective is called by all ranks of the communicator in the same order on the same lane; on CUDA,
-    in the same order over all lanes, for one NCCL communicator serves them. It is queued on `stream` (None:
-    lane 0), which must be one of `lanes`, after everything queued there before; tensors are read and written
-    there, and kept alive until the operation is complete. Arguments are checked before anything is launched:
-    tensors must be contiguous, on the communicator's device, of the stated sizes and of one dtype, and must
-    not overlap unless the operation is in place.
+    in the same order over all lanes, for one NCCL communicator serves them. It is queued on `stream`, which
+    must be one of `lanes`, after everything queued there before; with None on lane 0, and also after what the
+    calling thread has queued on its compute stream (a prepared call is not: it has a lane). Tensors are read
+    and written there, and kept alive until the operation is complete. Arguments are checked before anything
+    is launched: tensors must be contiguous, on the communicator's device, of the stated sizes and of one
+    dtype, and must not overlap unless the operation is in place.
     Averages are formed by scaling before the sum, so they overflow only where their result does.
     """
 

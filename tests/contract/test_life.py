@@ -10,15 +10,19 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from bagua_rt.backends import open_backend
+from bagua_rt.backends._nccl_comm import NcclComm
 from bagua_rt.config import RuntimeConfig
-from bagua_rt.errors import BackendUnavailableError, ClosedError, UsageError
+from bagua_rt.errors import BackendUnavailableError, ClosedError, CollectiveError, UsageError
 from tests.contract.world import world
 from tests.ranks import RankContext, RankPool, run_scripts
 
@@ -148,6 +152,62 @@ def forgotten(ctx: RankContext, backend: str) -> None:
 @pytest.mark.parametrize("fn", [cycles, backends_come_and_go, in_flight, fork, forgotten])
 def test_life(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
     pools(2).run(fn, backend, timeout=90)
+
+
+class BodyError(Exception):
+    pass
+
+
+def registered(ctx: RankContext, backend: str) -> None:
+    """Registered memory gives the same sums; each registration is taken back, whatever ends its context."""
+    with world(ctx, backend) as w, counted() as calls:
+        t, right = w.tensor([float(w.rank)] * 1000), float(sum(range(w.size)))
+        with w.comm.register(t), w.comm.register(t[500:]):
+            for op, value in (("sum", right), ("avg", right), ("max", right)):
+                w.comm.all_reduce_(t, op).wait()  # type: ignore[arg-type]
+                assert t[0].item() == t[-1].item() == value
+            w.comm.broadcast_(t[500:], w.size - 1, stream=w.lanes[1]).wait()
+        with pytest.raises(BodyError), w.comm.register(t):
+            raise BodyError
+        w.comm.all_reduce_(t, "max").wait()
+        assert t[0].item() == right
+        with w.comm.register(t[:0]):  # there is nothing to register
+            pass
+        with pytest.raises(UsageError, match="contiguous"), w.comm.register(t[::2]):
+            pass
+        assert calls == ([3, 3] if w.size > 1 and not w.device.host_is_compute else [0, 0])
+        other = w.comm.duplicate("other", w.lanes)
+        w.comm.barrier().wait()
+        with other.register(t):
+            other.abort()  # takes its registrations along
+        with pytest.raises(CollectiveError), other.register(t):
+            pass
+        other.close()
+        w.comm.barrier().wait()
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How often NCCL was asked to register memory, and to forget it."""
+    calls = [0, 0]
+
+    def counting(index: int, right: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any) -> Any:
+            calls[index] += 1
+            return right(*args)
+
+        return count
+
+    with (
+        mock.patch.object(NcclComm, "register", counting(0, NcclComm.register)),
+        mock.patch.object(NcclComm, "deregister", counting(1, NcclComm.deregister)),
+    ):
+        yield calls
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_registered_memory(pools: Pools, backend: str, size: int) -> None:
+    pools(size).run(registered, backend)
 
 
 def eager_close(ctx: RankContext, backend: str) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from bagua_rt.backend import Work
 from bagua_rt.errors import CollectiveTimeoutError, UsageError
 from tests.contract.world import World, world
 from tests.ranks import RankContext, RankPool
@@ -173,6 +174,36 @@ def work_semantics(ctx: RankContext, backend: str) -> None:
         assert t[0].item() == sum(range(w.size))
 
 
+def after_torch(ctx: RankContext, backend: str) -> None:
+    """Without a stream, a collective comes after what the caller's compute stream holds; else not."""
+    with world(ctx, backend) as w:
+        d, compute, n = w.device, w.device.compute_stream(), w.size
+        t, out = w.tensor([0.0] * n), w.tensor([0.0] * n)
+        calls: dict[str, tuple[Callable[[], Work], torch.Tensor, float]] = {
+            "all_reduce_": (lambda: w.comm.all_reduce_(t, "sum"), t, n * (n + 1) / 2),
+            "all_reduce_ again": (lambda: w.comm.all_reduce_(t, "sum"), t, n * (n + 1) / 2),
+            "broadcast_": (lambda: w.comm.broadcast_(t), t, 1.0),
+            "all_to_all": (lambda: w.comm.all_to_all(out, t), out[:1], 1.0),
+            "send_recv": (lambda: w.comm.send_recv(t, (w.rank + 1) % n, out, (w.rank - 1) % n), out, -1.0),
+        }
+        for name, (call, changed, right) in calls.items():
+            gate = threading.Event()
+            if not d.host_is_compute:
+                w.hold(compute, gate)
+            d.run(compute, lambda: t.fill_(w.rank + 1))
+            work = call()
+            assert d.host_is_compute or not work.is_done(), name
+            gate.set()
+            work.wait()
+            wanted = (w.rank - 1) % n + 1.0 if right < 0 else right
+            assert changed[0].item() == wanted, name
+        if not d.host_is_compute:
+            gate = threading.Event()
+            w.hold(compute, gate)
+            w.comm.all_reduce_(t, "sum", stream=w.lanes[1]).wait()
+            gate.set()
+
+
 def foreign(ctx: RankContext, backend: str) -> None:
     with world(ctx, backend) as w:
         with pytest.raises(UsageError, match="stream"):
@@ -204,6 +235,6 @@ def test_streams(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("fn", [sticky_kernel, work_semantics, lanes_do_not_mix])
+@pytest.mark.parametrize("fn", [sticky_kernel, work_semantics, lanes_do_not_mix, after_torch])
 def test_streams_of_several_ranks(pools: Pools, backend: str, size: int, fn: Callable[..., None]) -> None:
     pools(size).run(fn, backend)

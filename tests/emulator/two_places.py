@@ -35,6 +35,8 @@ class TwoPlaces(TorchFunctionMode):
         if getattr(func, "__self__", None) is Tensor.device:
             return _place(args[0]) or func(*args)
         name = getattr(func, "__name__", "")
+        if name == "get_device" and _place(args[0]) is not None:
+            return 0 if _place(args[0]) == DEVICE else -1
         operands = [*_tensors(args), *_tensors(kwargs.values())] if kwargs else list(_tensors(args))
         places = {_place(t) for t in operands if t.dim()} - {None}  # 0-dim tensors of the host go with any
         if len(places) > 1 and name not in _MAY_MIX:

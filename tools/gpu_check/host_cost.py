@@ -86,8 +86,14 @@ def collectives(bench: Bench) -> None:
         def settle() -> None:
             device.synchronize(device.record(lane))
 
-        rounds = per_call_us(lambda: comm.all_reduce_(t, "sum"), settle, bench)
-        tell(bench, "all_reduce_, alone, without NCCL", rounds)
+        prepared = comm.prepare_all_reduce_(t, "sum")
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce_": lambda: comm.all_reduce_(t, "sum"),
+            "all_reduce_ on a lane": lambda: comm.all_reduce_(t, "sum", stream=lane),
+            "a prepared all_reduce_": prepared.launch,
+        }
+        for name, call in calls.items():
+            tell(bench, f"{name}, alone, without NCCL", per_call_us(call, settle, bench))
     comm.close()
 
 

@@ -5,6 +5,7 @@ Ranks of different processes take turns on one device, so times here say little 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,8 +66,12 @@ def rates(bench: Bench) -> None:
             t = torch.zeros(size_bytes // 4, device=group.device)
             device.synchronize(device.record(device.compute_stream()))
             label = f"all_reduce_ of {size_bytes >> 10} KiB, {bench.world_size} ranks"
-            call = partial(comm.all_reduce_, t, "sum")
-            tell(bench, f"{label}: enqueued", per_call_us(call, settle, bench, CALLS, ROUNDS))
+            calls: dict[str, Callable[[], object]] = {
+                "enqueued": partial(comm.all_reduce_, t, "sum"),
+                "prepared, enqueued": comm.prepare_all_reduce_(t, "sum").launch,
+            }
+            for name, call in calls.items():
+                tell(bench, f"{label}: {name}", per_call_us(call, settle, bench, CALLS, ROUNDS))
             times = 2 if bench.options.is_small else 10
             begin: Any = device.record(lane, timed=True)
             for _ in range(times):

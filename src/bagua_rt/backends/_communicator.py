@@ -257,8 +257,13 @@ class CheckedCommunicator(Collectives):
         return self._child(list(range(self.world_size)), name, lanes)
 
     def register(self, t: torch.Tensor) -> AbstractContextManager[None]:
-        """Tell the library that `t` will be sent often, while the context lasts; here it needs no telling."""
+        """Tell the library that `t` will be sent often, while the context lasts; here it needs no telling.
+
+        Raises:
+            UsageError: `t` can't be sent.
+        """
         self._enter(None)
+        arguments.require_plain("register", self._device, t=t)
         return nullcontext()
 
     def _child(

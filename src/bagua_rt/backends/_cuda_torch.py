@@ -59,7 +59,7 @@ class CudaTorch:
 
     def current_stream(self) -> int:
         """The handle of the stream that the calling thread's torch operations go to."""
-        return int(torch.cuda.current_stream(self._index).cuda_stream)
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
     def run(self, stream: int, fn: Callable[[], object]) -> None:
         """Call `fn` on this thread, its torch operations queued on the stream with this handle."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -162,6 +162,12 @@ class CudaCommunicator(CheckedCommunicator):
             )
 
     # ---- launching and waiting
+
+    def _enter(self, stream: Stream | None) -> Stream:
+        lane: Any = super()._enter(stream)
+        if stream is None:
+            self.device.follow_compute(lane)
+        return lane  # type: ignore[no-any-return]
 
     def _queue(self, lane: Stream, work: LaunchedWork) -> Event:
         own: Any = lane
@@ -328,6 +334,8 @@ class CudaCommunicator(CheckedCommunicator):
             return super().all_reduce_(t, op, stream=stream)
         if self.open_groups or self.is_comparing:  # there is more to do than to launch it
             return super().all_reduce_(t, op, stream=stream)
+        if stream is None:
+            self.device.follow_compute(call.lane)
         return call.launch(t)
 
     def _remember(self, t: torch.Tensor, op: ReduceOp, stream: Stream | None) -> Work:
@@ -446,14 +454,14 @@ class CudaCommunicator(CheckedCommunicator):
     def register(self, t: torch.Tensor) -> AbstractContextManager[None]:
         """Tell NCCL that `t` will be sent often, while the context lasts, so that it copies less.
 
-        The memory is `t`'s own part of its allocation; keep `t` until the context ends.
+        The memory is `t`'s own part of its allocation. Wait for what uses it before the context ends.
 
         Raises:
+            UsageError: `t` can't be sent.
             NcclStatusError: NCCL refuses the memory.
         """
-        self._enter(None)
-        arguments.require_plain("register", self._device, t=t)
-        return nullcontext() if self._nccl is None or not t.numel() else self._registered(self._nccl, t)
+        plain = super().register(t)
+        return plain if self._nccl is None or not t.numel() else self._registered(self._nccl, t)
 
     @contextmanager
     def _registered(self, nccl: NcclComm, t: torch.Tensor) -> Iterator[None]:

@@ -30,9 +30,10 @@ _quarantine: list[CudaEvent] = []
 
 
 class _Entered(threading.local):
-    """Has the thread made the device's context its own?"""
+    """Has the thread made the device's context its own? And a driver's event, once it needs one."""
 
     once = False
+    event: Any = None
 
 
 class CudaDevice:
@@ -165,6 +166,25 @@ class CudaDevice:
         finally:
             waits.pop()
         target.behind(point.roots())
+
+    def follow_compute(self, lane: CudaStream) -> None:
+        """Hold `lane` back until what the calling thread has queued on its compute stream is complete.
+
+        Does what ``wait(lane, record(compute_stream()))`` does. Hot: part of a collective without a stream.
+        """
+        entered = self.entered
+        raw = entered.event
+        if raw is None or lane.is_closed or self._refusal is not None:
+            self.require_open(lane)
+            raw = entered.event = self.new_event()
+        compute = self._compute.get(self.torch_side.current_stream()) or self.compute_stream()
+        try:
+            compute.raw.record(raw)
+            lane.raw.wait(raw)  # takes the record of now: the event may be recorded anew at once
+        except Exception as error:
+            raise cuda_error("cuStreamWaitEvent", error) from error
+        if roots := compute.before():
+            lane.behind(roots)
 
     def query(self, event: backend.Event) -> bool:
         """Has `event` completed (with or without an error)?"""
