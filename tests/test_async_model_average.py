@@ -145,14 +145,15 @@ def test_after_a_pause_all_ranks_hold_the_mean(pool: RankPool, dtype: torch.dtyp
         for name in SHAPES:
             after = [answer[part][1][name] for answer in answers]
             assert all(torch.equal(value, after[0]) for value in after), f"{name} {seed=}"
-            exact = torch.stack([answer[part][0][name].double() for answer in answers]).mean(0)
-            # One rounding to the weights' dtype of a mean whose own error is that of float32 at most.
-            unit = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-            bound = unit * exact.abs() + 1e-6 * exact.abs().max() if exact.numel() else exact
-            tiny = 2**-25 if dtype is torch.float16 else 0.0  # below the smallest number
-            assert bool(((after[0].double() - exact).abs() <= bound + tiny).all()), f"{name} {seed=}"
-            differ = [not torch.equal(a[part][0][name], answers[0][part][0][name]) for a in answers[1:]]
-            assert all(differ) or not exact.numel(), "they differed before"
+            before = torch.stack([answer[part][0][name].double() for answer in answers])
+            # The sum's rounding in float32 at least, then the mean's to the weights' dtype.
+            sum_error = 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * before.abs().amax(0)
+            unit = torch.finfo(dtype).eps / 2
+            tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+            bound = unit * before.mean(0).abs() + sum_error + tiny
+            assert bool(((after[0].double() - before.mean(0)).abs() <= bound).all()), f"{name} {seed=}"
+        wide = [answer[part][0]["inner.wide"] for answer in answers]
+        assert all(not torch.equal(value, wide[0]) for value in wide[1:]), "they differed before"
 
 
 def resting(ctx: RankContext, dtype: torch.dtype) -> bool:
