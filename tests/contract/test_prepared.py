@@ -238,6 +238,9 @@ def test_prepared(pools: Pools, backend: str, size: int, fn: Callable[..., None]
     pools(size).run(fn, backend)
 
 
-@pytest.mark.parametrize("fn", [what_moves_is_refused, memory_stays, ends, wrong_tensors_at_a_known_address])
+CARE = [what_moves_is_refused, memory_stays, ends, wrong_tensors_at_a_known_address, every_launch_is_compared]
+
+
+@pytest.mark.parametrize("fn", CARE)
 def test_care(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
     pools(2).run(fn, backend)
