@@ -15,7 +15,7 @@ against these protocols only; everything below it (``backends/``) implements the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -119,6 +119,19 @@ class Device(Protocol):
     def time_us(self, event: Event) -> float:
         """When a completed event, recorded with ``timed=True``, completed: host clock, microseconds."""
         ...
+
+
+class Views(tuple["torch.Tensor", ...]):  # noqa: SLOT001 - a tuple can't have both slots and notes
+    """The views of a bucket. Their shapes, strides and dtypes never change.
+
+    Attributes:
+        notes: What kernels have worked out about them, for as long as they live.
+    """
+
+    notes: dict[Any, Any]
+
+    def __init__(self, views: Iterable[torch.Tensor]) -> None:
+        self.notes = {}
 
 
 class Kernels(Protocol):

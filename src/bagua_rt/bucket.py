@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bagua_rt.backend import Views
 from bagua_rt.errors import UsageError
 
 
@@ -176,7 +177,7 @@ class Bucket:
         self.index = plan.index
         self.params = tuple(params)
         self._flat = torch.zeros(plan.padded_numel, dtype=plan.dtype, device=plan.device)
-        self.views = tuple(
+        self.views = Views(
             torch.as_strided(self._flat, slot.spec.shape, slot.spec.stride, slot.offset)
             for slot in plan.slots
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from bagua_rt.backend import Stream
+from bagua_rt.backend import Stream, Views
 from tests import kernel_oracles as oracles
 from tests.contract.world import World, poisoned, same_bits, world
 from tests.ranks import RankContext, RankPool
@@ -49,6 +52,82 @@ def copy_case(w: World, stream, dtype: torch.dtype, scale: float) -> None:  # ty
     w.backend.kernels.copy_in([t.float() for t in tensors], views, 1.0, stream)
     w.device.synchronize(w.device.record(stream))
     assert all(torch.equal(o, v.float()) for o, v in zip(wide, outs, strict=True))
+
+
+def copies_again(ctx: RankContext, backend: str) -> None:
+    """What was worked out for a bucket's views holds for the same addresses, dtypes and strides only."""
+    shapes, at = [(3,), (20, 10), (0,), (4, 5)], [8, 32, 300, 512]  # offsets of the tensors, in elements
+    with world(ctx, backend) as w:
+        kernels, dev = w.backend.kernels, w.device.torch_device
+        numels = [math.prod(shape) for shape in shapes]
+        flat = torch.zeros(sum(numels), device=dev)
+        views = Views(part.view(s) for part, s in zip(flat.split(numels), shapes, strict=True))
+        place = torch.zeros(1024, dtype=torch.float64, device=dev)
+
+        def tensors(dtype: torch.dtype, *, turned: bool = False) -> list[torch.Tensor]:
+            memory = place.view(dtype)
+            step = place.element_size() // memory.element_size()  # the same addresses for every dtype
+            strides = [
+                torch.empty(s[::-1]).t().stride() if turned else torch.empty(s).stride() for s in shapes
+            ]
+            found = [memory.as_strided(s, st, o * step) for s, st, o in zip(shapes, strides, at, strict=True)]
+            for k, t in enumerate(found):
+                t.copy_(torch.arange(t.numel()).view(t.shape).to(dev) % 7 + k)
+            return found
+
+        kinds: list[tuple[torch.dtype, bool]] = [
+            *[(torch.float32, False)] * 3,
+            *((torch.float32, True), (torch.float16, False), (torch.int32, False), (torch.float64, True)),
+            (torch.float32, False),
+        ]
+        for stream in (w.device.compute_stream(), w.lanes[1], w.device.compute_stream()):
+            for dtype, turned in kinds:
+                for scale in (0.5, 1.0, 0.5):
+                    given = tensors(dtype, turned=turned)
+                    wait_for(w, stream)
+                    kernels.copy_in(given, views, scale, stream)
+                    w.device.synchronize(w.device.record(stream))
+                    assert all(torch.equal(v, t.float() * scale) for v, t in zip(views, given, strict=True))
+                    for t in given:
+                        t.fill_(0)
+                    wait_for(w, stream)
+                    kernels.copy_out(views, given, stream)
+                    w.device.synchronize(w.device.record(stream))
+                    assert all(torch.equal(t, v.to(dtype)) for v, t in zip(views, given, strict=True))
+            before = flat.clone()
+            for scale in (1.0, 0.5, 1.0):  # in place already
+                wait_for(w, stream)
+                kernels.copy_in(views, views, scale, stream)
+            w.device.synchronize(w.device.record(stream))
+            assert torch.equal(flat, before * 0.5)
+        come_and_go(w, views)
+
+
+def wait_for(w: World, stream: Stream) -> None:
+    """Let `stream` see what torch has just computed."""
+    w.device.wait(stream, w.device.record(w.device.compute_stream()))
+
+
+def come_and_go(w: World, views: Views) -> None:
+    """Gradients at ever new addresses, and buckets that end: what was worked out doesn't pile up."""
+    stream, dev, kept = w.device.compute_stream(), w.device.torch_device, []
+    for k in range(40):
+        kept.append([torch.full(v.shape, float(k), device=dev) for v in views])
+        w.backend.kernels.copy_in(kept[-1], views, 1.0, stream)
+        w.device.synchronize(w.device.record(stream))
+        assert all(v.eq(k).all() for v in views)
+        others = Views(torch.zeros_like(v) for v in views)
+        w.backend.kernels.copy_in(kept[-1], others, 1.0, stream)
+        w.device.synchronize(w.device.record(stream))
+        memory = weakref.ref(others[1])
+        del others
+        w.device.record(stream)
+        assert memory() is None
+    assert len(views.notes) <= 8
+    if not w.device.host_is_compute:
+        kernels: Any = w.backend.kernels
+        spare = sum(map(len, kernels._copies._tables._spare.values()))
+        assert 0 < spare <= 40
 
 
 def reference(u: np.ndarray, valid: int) -> tuple[np.ndarray, np.ndarray, np.float64]:
@@ -148,6 +227,6 @@ def minmax(ctx: RankContext, backend: str) -> None:
                         torch.testing.assert_close(ours.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("fn", [copies, signs, minmax])
+@pytest.mark.parametrize("fn", [copies, copies_again, signs, minmax])
 def test_kernels(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
     pools(1).run(fn, backend)

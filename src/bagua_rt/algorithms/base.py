@@ -154,7 +154,8 @@ class AlgorithmState(ABC):
             tensors = [bucket.params[i].detach() for i in present]
         else:
             tensors = [gradient(bucket.params[i]) for i in present]
-        views = [bucket.views[i] for i in present]
+        is_full = len(present) == len(bucket.views)
+        views = bucket.views if is_full else [bucket.views[i] for i in present]
         device = self.context.device
         self.context.kernels.copy_in(tensors, views, self.scale, device.compute_stream())
 

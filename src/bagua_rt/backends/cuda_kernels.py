@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from bagua_rt.backend import Stream
 from bagua_rt.backends import _codec_cpu
 from bagua_rt.backends._nvrtc import ELEMENTS, KernelCache, Variant
 from bagua_rt.backends._nvrtc import _cuda as import_cuda
+from bagua_rt.backends.cuda_copies import THREADS, Copies
 from bagua_rt.backends.cuda_device import CudaDevice
-from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream, cuda_error
-from bagua_rt.errors import CudaError, UsageError
+from bagua_rt.backends.cuda_stream import CudaStream, cuda_error
+from bagua_rt.errors import UsageError
 
 # Geometry of kernels/README.md.
-_THREADS = 256
-_TILE = 4096
 _SIGN_TILE = 8192
 _SIGN_TILES_AT_MOST = 1024
 _SIGN_COLUMNS = 2048
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
-_SMALLEST_TABLE_BYTES = 4096
 _NAMES = {getattr(torch, name): name for name in ELEMENTS}
-_Rows = npt.NDArray[np.int64]
 
 
 class CudaKernels:
@@ -48,20 +40,20 @@ class CudaKernels:
         self._launch_raw, self._config = core.launch, core.LaunchConfig
         multiprocessors: int = device.raw.properties.multiprocessor_count
         self._blocks_at_most = _BLOCKS_PER_MULTIPROCESSOR * multiprocessors
-        self._tables = _Tables(device)
+        self._copies = Copies(device, cache, self._blocks)
         self._variants: dict[tuple[str, ...], Variant] = {}
 
     def copy_in(
         self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], scale: float, stream: Stream
     ) -> None:
         """``views[i] = tensors[i] * scale``; a tensor that already is its view is scaled in place."""
-        self._copy("copy_in", tensors, views, scale, self._device.stream(stream))
+        self._copies.copy("copy_in", tensors, views, scale, self._device.stream(stream))
 
     def copy_out(
         self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], stream: Stream
     ) -> None:
         """``tensors[i] = views[i]``."""
-        self._copy("copy_out", views, tensors, 1.0, self._device.stream(stream))
+        self._copies.copy("copy_out", tensors, views, 1.0, self._device.stream(stream))
 
     def sign_encode(
         self,
@@ -150,50 +142,6 @@ class CudaKernels:
             stream.scratch = self._device.torch_side.empty_on(stream.handle, size_bytes)
         return stream.scratch
 
-    # ---- copies
-
-    def _copy(
-        self,
-        operation: str,
-        sources: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        scale: float,
-        stream: CudaStream,
-    ) -> None:
-        """One launch for each pair of dtypes; what doesn't lie alike, or isn't floating point, by torch."""
-        alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int]]] = {}
-        others: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for source, target in zip(sources, targets, strict=True):
-            pointers, numel = (source.data_ptr(), target.data_ptr()), target.numel()
-            if not numel or (pointers[0] == pointers[1] and scale == 1.0 and _lie_alike(source, target)):
-                continue
-            pair = source.dtype, target.dtype
-            if pair[0] in _NAMES and pair[1] in _NAMES and _lie_alike(source, target):
-                alike.setdefault(pair, []).append((*pointers, numel))
-            else:
-                others.append((source, target))
-        for pair, spans in alike.items():
-            self._launch_copy(self._variant(operation, *pair), spans, scale, stream)
-        if alike:
-            self._device.record_holding(stream, (tuple(sources), tuple(targets)))
-        if others:
-            self._device.run(stream, lambda: _copy_by_torch(others, scale))
-
-    def _launch_copy(
-        self, variant: Variant, spans: list[tuple[int, int, int]], scale: float, stream: CudaStream
-    ) -> None:
-        rows = np.empty((len(spans), 4), np.int64)
-        rows[:, :3] = spans
-        tiles_of = (rows[:, 2] + (_TILE - 1)) // _TILE
-        rows[:, 3] = np.cumsum(tiles_of) - tiles_of
-        tiles = int(tiles_of.sum())
-        table = self._tables.put(rows, stream)
-        arguments: tuple[int | float, ...] = (table.address, len(spans), tiles)
-        if variant.operation == "copy_in":
-            arguments = (*arguments, float(scale))
-        self._launch(stream, variant, self._blocks(tiles), arguments)
-        table.used_until = self._device.record(stream)
-
     # ---- launches
 
     def _variant(self, operation: str, *dtypes: torch.dtype) -> Variant:
@@ -220,88 +168,8 @@ class CudaKernels:
         self._device.require_open(stream)
         self._device.enter()
         kernel = self._cache.kernel(variant, operation)
-        config = self._config(grid=blocks, block=_THREADS)
+        config = self._config(grid=blocks, block=THREADS)
         try:
             self._launch_raw(stream.raw, config, kernel, *arguments)
         except Exception as error:
             raise cuda_error(f"the launch of {operation or variant.entry()}", error) from error
-
-
-def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Do the elements of two tensors of one shape cover flat memory, in the same order?"""
-    if a.is_contiguous() and b.is_contiguous():
-        return True
-    return a.stride() == b.stride() and _is_dense(a)
-
-
-def _is_dense(t: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _copy_by_torch(pairs: list[tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
-    for source, target in pairs:
-        if source.data_ptr() != target.data_ptr():
-            target.copy_(source)
-        if scale != 1.0:
-            target.mul_(scale)
-
-
-class _Table:
-    """A table of tensors: pinned memory that the host writes, and device memory that a kernel reads."""
-
-    def __init__(self, host: Any, device: Any, size_bytes: int) -> None:
-        self._host, self._device, self.size_bytes = host, device, size_bytes
-        self.host_address, self.address = int(host.handle), int(device.handle)
-        self.used_until: CudaEvent | None = None
-
-    def is_free(self) -> bool:
-        """Has the device read it for the last time?"""
-        return self.used_until is not None and self.used_until.has_landed()
-
-
-class _Tables:
-    """Tables that are used again once the launch that read them is complete."""
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        self._core, self._driver = import_cuda("core"), import_cuda("bindings.driver")
-        self._lock = threading.Lock()
-        self._all: list[_Table] = []
-
-    def put(self, rows: _Rows, stream: CudaStream) -> _Table:
-        """Queue the copy of `rows` to the device; set the table's ``used_until`` behind its last use.
-
-        **Stream:** the copy is queued on `stream`, from pinned memory, so the host doesn't wait for it.
-        """
-        size_bytes = rows.nbytes
-        with self._lock:
-            table = next((t for t in self._all if t.size_bytes >= size_bytes and t.is_free()), None)
-            if table is None:
-                table = self._new(size_bytes, stream)
-            table.used_until = None
-        ctypes.memmove(table.host_address, rows.ctypes.data, size_bytes)
-        (status,) = self._driver.cuMemcpyHtoDAsync(
-            table.address, table.host_address, size_bytes, stream.handle
-        )
-        if int(status):
-            raise CudaError(f"cuMemcpyHtoDAsync failed: {status}")
-        return table
-
-    def _new(self, size_bytes: int, stream: CudaStream) -> _Table:
-        capacity = _SMALLEST_TABLE_BYTES
-        while capacity < size_bytes:
-            capacity *= 2
-        self._device.enter()
-        try:
-            host = self._core.LegacyPinnedMemoryResource().allocate(capacity)
-            device = self._device.raw.allocate(capacity, stream=stream.raw)
-        except Exception as error:
-            raise cuda_error("the allocation of a table", error) from error
-        table = _Table(host, device, capacity)
-        self._all.append(table)
-        return table
