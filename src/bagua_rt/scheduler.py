@@ -270,7 +270,8 @@ class Pipeline:
         patience = self._control.patience(lambda: self._where(round_))
         try:
             for done in filter(None, round_.done):
-                self._until(partial(self._is_complete, round_, done, patience), patience)
+                if not self._is_good(done):
+                    self._until(partial(self._is_complete, round_, done, patience), patience)
         except BaguaError as error:
             self.fail(error)
             raise
