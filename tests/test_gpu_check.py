@@ -15,6 +15,7 @@ import pytest
 
 from tests.emulator import product
 from tests.emulator.helpers import KERNELS
+from tests.ranks import RankContext
 
 ROOT = Path(__file__).resolve().parents[1]
 UNPROTECTED = ("mean_rows", "ring_difference", "add_difference")  # no backend calls these yet
@@ -123,6 +124,30 @@ def test_what_can_not_run_says_why() -> None:
     assert "needs NCCL 2.30" in why(devices=1, nccl_version=22809)
     assert "--budget-s" in why(devices=2, most_ranks=2, ends_at=time.monotonic() + 1)
     assert why(devices=1, most_ranks=4) == ""
+
+
+def test_what_pytest_has_told_is_reported_also_when_it_was_cut_short(tmp_path: Path) -> None:
+    from tools.gpu_check.contract import tell
+    from tools.gpu_check.steps import Bench, Options
+
+    def report(status: int | None, *said: dict[str, object]) -> list[tuple[str, str]]:
+        file = tmp_path / "lines"
+        file.write_text("".join(json.dumps(line) + "\n" for line in said))
+        bench = Bench(RankContext(0, 1, 0, str(tmp_path)), Options(out=str(tmp_path)))
+        tell(bench, "contract", file, status, "log")
+        return [(line.name, line.verdict) for line in bench.lines]
+
+    count: dict[str, object] = {"collected": 3}
+    good: dict[str, object] = {"test": "a", "outcome": "passed", "text": ""}
+    bad: dict[str, object] = {"test": "b", "outcome": "failed", "text": "E  why"}
+    assert report(0, count, good) == [("contract", "ok")]
+    assert report(1, count, good, bad) == [("contract", "FAILED"), ("b", "FAILED")]
+    assert report(0, count, {**good, "outcome": "skipped"}) == [("contract", "FAILED")], "nothing was run"
+    assert report(4) == [("contract", "FAILED")]
+    now = {"began": "c", "at": time.time()}
+    assert report(None, count, good, now) == [("contract", "ok"), ("contract: 2 tests", "skipped")]
+    hung = {"began": "c", "at": time.time() - 60}
+    assert ("c", "FAILED") in report(None, count, good, hung)
 
 
 def test_golden_outputs_are_compared(environment: Mapping[str, str], tmp_path: Path) -> None:

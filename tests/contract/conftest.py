@@ -11,8 +11,8 @@ from bagua_rt.backends import _cuda_device_count
 from tests.emulator import product
 from tests.ranks import RankPool
 
-# How many ranks can meet on the devices here, where that is more than there are devices.
-MOST_RANKS = "BAGUA_RT_GPU_RANKS"
+# "2-4": run the tests of two to four ranks on the devices here, however many these are.
+RANKS = "BAGUA_RT_GPU_RANKS"
 
 
 @pytest.fixture(scope="module", params=["gloo", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -41,13 +41,11 @@ def environment(backend: str, request: pytest.FixtureRequest) -> Mapping[str, st
 @pytest.fixture(scope="module")
 def require_ranks(backend: str) -> Callable[[int], None]:
     """A function that skips a test of so many ranks where they can't meet."""
-    most = max(_cuda_device_count(), int(os.environ.get(MOST_RANKS, "0")))
+    least, most = map(int, os.environ.get(RANKS, f"1-{_cuda_device_count()}").split("-"))
 
     def require(world_size: int) -> None:
-        if backend == "cuda" and world_size > most:
-            pytest.skip(
-                f"{world_size} ranks can't meet on the CUDA device(s) here; {MOST_RANKS} says otherwise"
-            )
+        if backend == "cuda" and not least <= world_size <= most:
+            pytest.skip(f"{world_size} ranks on the CUDA device(s) here: {RANKS} is {least}-{most}")
 
     return require
 

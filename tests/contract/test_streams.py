@@ -53,6 +53,7 @@ def times(ctx: RankContext, backend: str) -> None:
         d, lane = w.device, w.lanes[0]
         before = time.perf_counter_ns() / 1000
         first = d.record(lane, timed=True)
+        d.synchronize(first)
         d.run(lane, lambda: time.sleep(0.05))
         second = d.record(lane, timed=True)
         d.synchronize(second)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bagua_rt.backend import Backend, Communicator, Device, Stream
-from bagua_rt.backends import open_backend
+from bagua_rt.backends import _cuda_device_count, open_backend
 from bagua_rt.config import RuntimeConfig
 from tests.ranks import RankContext
 
@@ -79,7 +79,7 @@ def open_for(backend: str, rank: int, timeout_s: float = 20.0) -> Backend:
         device = f"cuda:{rank}"
         product.install()
     elif backend == "cuda":
-        device = f"cuda:{rank % torch.cuda.device_count()}"
+        device = f"cuda:{rank % max(1, _cuda_device_count())}"
     config = RuntimeConfig.from_environment()
     return open_backend(device, timeout_s=timeout_s, config=config, local_rank=rank)
 

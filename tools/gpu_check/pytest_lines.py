@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ class _Lines:
 
     def pytest_collection_finish(self, session: Any) -> None:
         self._write(collected=len(session.items))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write(began=nodeid, at=time.time())
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":

@@ -90,7 +90,8 @@ def suite(bench: Bench) -> None:
     elif bench.options.stand_in:
         bench.skip("contract, several ranks", "the suite has emulated ranks of its own")
     else:
-        contract.contract(bench, "contract, several ranks", bench.options.most_ranks, ())
+        least = bench.options.devices + 1 if bench.options.devices < bench.options.most_ranks else 2
+        contract.contract(bench, "contract, several ranks", f"{least}-{bench.options.most_ranks}", ())
 
 
 STEPS = (
