@@ -343,7 +343,9 @@ class Attached:
             PeerError: a rank has left.
             CollectiveTimeoutError: a rank has come to no safe point for too long.
         """
-        self._with_background().pause()
+        engine = self._with_background()
+        engine.halt(takes=True)
+        engine.background.pause()
 
     def resume(self) -> None:
         """Let rounds run again after `pause`; collective.
@@ -352,7 +354,9 @@ class Attached:
             UsageError: the algorithm has no such rounds.
             CollectiveError: a rank did not come.
         """
-        self._with_background().resume()
+        engine = self._with_background()
+        engine.pipeline.raise_failure()
+        engine.background.resume()
 
     def switch(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm, on all ranks or on none; collective.

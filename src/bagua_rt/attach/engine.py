@@ -392,16 +392,6 @@ class Engine:
             self.layout.enter_stage()  # other ranks may be in it already, and wait for this one
         self.background.stop(takes=takes)
 
-    def pause(self) -> None:
-        """Stop the rounds in the background together with all ranks, until `resume`."""
-        self.halt(takes=True)
-        self.background.pause()
-
-    def resume(self) -> None:
-        """Let rounds in the background run again."""
-        self.pipeline.raise_failure()
-        self.background.resume()
-
     def _finish_round(self) -> None:
         if self.pipeline.is_open:
             if (ledger := self._step_ledger) is None:
