@@ -92,6 +92,25 @@ def test_a_rank_that_leaves_by_an_exception_is_an_error_on_the_others(pool: Rank
     assert "rank 0: KeyError" in second[-1][1]
 
 
+def posted(ctx: RankContext, closes: bool, seed: int) -> list[str]:
+    """What a rank says when it goes."""
+    posts: list[str] = []
+    with group(ctx):
+        trainer = Trainer(AsyncModelAverage(0.0))
+        trainer.step(ctx.rank, 0, seed)
+        board: Any = trainer.run._attachment.resources.control.departures
+        board.post = posts.append
+        if closes:
+            trainer.run.close()
+    return posts
+
+
+def test_a_rank_that_has_stopped_with_all_others_takes_no_leave(pool: RankPool) -> None:
+    """A slower one would give the last round up, though it is complete but for its own part."""
+    assert on(pool, 2, posted, True, zoo.seed_of_today()) == [[], []]
+    assert on(pool, 2, posted, False, zoo.seed_of_today()) == [["rank 0 has left"], ["rank 1 has left"]]
+
+
 ENDING = """
 import sys, torch
 import torch.distributed as dist

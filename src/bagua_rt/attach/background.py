@@ -60,7 +60,7 @@ class BackgroundRounds:
         self._control = control
         self._number = 0
         self._due_s = 0.0
-        self._runs = False
+        self._runs = self._have_stopped_together = False
         self._is_confirmed = False
         self._open: _Open | None = None
         self._departure: str | None = None
@@ -101,8 +101,9 @@ class BackgroundRounds:
             CollectiveTimeoutError: a rank has come to no safe point for too long.
             LayoutMismatchError: the ranks have different plans.
         """
-        if self._open is not None and not self._read(self._open):
-            self._look(self._open)
+        open_ = self._open
+        if open_ is not None and not self._read(open_) and self._open is not None:
+            self._look(open_)
 
     def pause(self) -> None:
         """Begin no more rounds, after `stop`.
@@ -161,6 +162,8 @@ class BackgroundRounds:
             return
         rank = self._control.rank
         if error is None:
+            if self._have_stopped_together:  # a slower rank must not take this for a reason to give up early
+                return
             self._control.departures.post(f"rank {rank} has left")
         else:
             self._control.failures.post(f"rank {rank}: {type(error).__name__}: {error}")
@@ -172,7 +175,7 @@ class BackgroundRounds:
 
     def _start(self) -> None:
         if not self._runs:
-            self._runs, self._is_confirmed = True, False
+            self._runs, self._is_confirmed, self._have_stopped_together = True, False, False
             self._due_s = time.monotonic() + self._interval_s
 
     @property
@@ -257,7 +260,7 @@ class BackgroundRounds:
         self._number += 1
         self._due_s = time.monotonic() + self._interval_s
         if open_.result is not None and open_.result.all_finished:
-            self._runs = False
+            self._runs, self._have_stopped_together = False, True
 
     def _fail(self, error: BaguaError) -> None:
         """A rank that left in good order looks like one that died, to the libraries."""
