@@ -89,7 +89,9 @@ static int operation(Comm comm) {
 #define A(pointer) (unsigned long long)(size_t)(pointer)
 
 /* ── NCCL ── */
-int ncclGetVersion(int* version) { *version = FAKE_VERSION; return success; }
+/* As in NCCL, some exported functions call others, which another libnccl in the process may have too. */
+int fake_version(void) { return FAKE_VERSION; }
+int ncclGetVersion(int* version) { *version = fake_version(); return success; }
 const char* ncclGetErrorString(int result) { return result == invalid_argument ? "invalid argument" : "some error"; }
 const char* ncclGetLastError(Comm comm) { (void)comm; return "the fake's last error"; }
 int ncclGetUniqueId(UniqueId* id) {

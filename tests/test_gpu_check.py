@@ -47,6 +47,7 @@ def emulated(env: Mapping[str, str], out: Path, *arguments: str) -> tuple[int, d
     return run(env, out, "--stand-in", "tests.emulator.product", *arguments)
 
 
+@pytest.mark.slow
 def test_every_section_runs_on_the_emulator(environment: Mapping[str, str], tmp_path: Path) -> None:
     status, report, text = emulated(environment, tmp_path)
     failed = [

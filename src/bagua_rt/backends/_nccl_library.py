@@ -8,6 +8,9 @@
     One in the process goes before the wheel because two copies of NCCL in one process each believe that
     they own the device.
 
+A library that was ordered may have another NCCL beside it, torch's. NCCL's exported functions call one
+another by name, so without RTLD_DEEPBIND the one that was ordered would call into the other.
+
 The path that is reported is asked of the loader (``dladdr`` of a function in the library), never what the
 search had meant to load.
 """
@@ -28,6 +31,7 @@ from bagua_rt.errors import BackendUnavailableError
 _SONAME = "libnccl.so.2"
 _FILE_NAME = re.compile(r"libnccl\.so(\.\d+)*")  # not libnccl-net.so and the other plugins
 _NO_LOAD: int | None = getattr(os, "RTLD_NOLOAD", None)  # absent where dlopen is
+_DEEP_BIND: int = getattr(os, "RTLD_DEEPBIND", 0)
 
 
 def version_text(code: int) -> str:
@@ -112,7 +116,7 @@ def find_nccl(path: str | Path | None = None, *, config: RuntimeConfig | None = 
         ordered, order = Path(path), "the path given"
     if ordered is not None:
         # Made absolute: dlopen searches for a name without a slash, and might come back with another library.
-        places: Iterator[_Place] = iter([_Place(order, str(ordered.absolute()))])
+        places: Iterator[_Place] = iter([_Place(order, str(ordered.absolute()), mode=_DEEP_BIND)])
     else:
         places = _places()
     tried = []
