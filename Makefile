@@ -1,4 +1,4 @@
-# make train · test · coverage · check · fix · kernels · test-gpu · gpu-check · soak        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
+# make train · test · coverage · check · fix · kernels · test-gpu · gpu-check · soak · bench        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
 EXTRA  ?=
@@ -8,7 +8,7 @@ BIN    := .venv/bin
 PIP    := $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 ,      := ,
 
-.PHONY: train test coverage check fix kernels test-gpu gpu-check soak clean FORCE
+.PHONY: train test coverage check fix kernels test-gpu gpu-check soak bench clean FORCE
 .DEFAULT_GOAL := check
 
 train: .venv/installed  ## two ranks train a byte-level GPT; ARGS="--algorithm onebit_adam --ranks 3", ARGS=--help
@@ -38,6 +38,9 @@ gpu-check:  ## everything that only a GPU can show, under 4 minutes; ARGS="--ncc
 
 soak: .venv/dev  ## two minutes of random trainings with killed ranks; ARGS="--minutes 60 --seed 7", ARGS=--help
 	$(BIN)/python tools/soak $(ARGS)
+
+bench: .venv/dev  ## every collective measured and checked; ARGS="--ranks 3 -e 64M", ARGS=--host, ARGS=--help
+	$(BIN)/python tools/comm_bench.py --ranks $(RANKS) $(ARGS)
 
 fix: .venv/dev  ## what ruff can mend by itself
 	$(BIN)/ruff check --fix && $(BIN)/ruff format
