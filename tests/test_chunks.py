@@ -49,8 +49,10 @@ def trained(ctx: RankContext, kind: str, name: str, options: dict[str, Any]) -> 
         return {"weights": [p.detach().numpy() for p in model.parameters()], "sizes": sizes}
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, KINDS[i % 2]) for i, name in enumerate(ALGORITHMS)])
-@pytest.mark.parametrize("world_size", [2, 3])
+RUNS = [(2, KINDS[i % 2], name) for i, name in enumerate(ALGORITHMS)]
+
+
+@pytest.mark.parametrize(("world_size", "kind", "name"), [*RUNS, (3, "attach", "gradient_allreduce")])
 def test_pieces_give_the_same_weights(pool: RankPool, world_size: int, kind: str, name: str) -> None:
     whole = on(pool, world_size, trained, kind, name, {})
     cut = on(pool, world_size, trained, kind, name, {"chunk_mb": CHUNK_BYTES / MIB})

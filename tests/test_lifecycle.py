@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import bagua_rt as bagua
 from tests.micro import KINDS, SIZES, One, Two, backward, caught, feed, grad, group, mean, on, wrap
@@ -29,7 +30,7 @@ def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
     ]
     steps = [len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)]
-    return params + tensors + modules + steps
+    return [*params, *tensors, *modules, *steps, len(_global_optimizer_post_hooks)]
 
 
 def keys_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -135,12 +135,13 @@ def draw(seed: int) -> Plan:
         blocks=_blocks(
             r,
             # A norm over all gradients would carry the roundings of a coarse dtype to the others.
-            may_mix=not clips and names <= set(BY_GRADIENT),
+            may_mix=not clips and not joins and names <= set(BY_GRADIENT),
             may_be_sparse=is_exact and optimizer == "sgd" and not clips and not scales,
         ),
         width=r.choice((1, 3, 8, 33)),
-        # Other ranks' replicas are only computed here, step after step; normalised batches of two amplify.
-        dtype="float64" if names & set(BY_WEIGHT) else r.choice(("float32", "float32", "float64")),
+        # Other ranks' replicas, and steps that a rank without data does not see, are only computed here, one
+        # after the other; normalised batches of two amplify.
+        dtype="float64" if joins or names & set(BY_WEIGHT) else r.choice(("float32", "float32", "float64")),
         optimizer=optimizer,
         algorithms=algorithms,
         options=_options(r, scales),

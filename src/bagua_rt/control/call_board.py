@@ -88,8 +88,8 @@ class CallBoard:
             UsageError: a rank found that calls differ.
             PeerError: the store is gone.
         """
-        if (news := self._client.peek("news")) is not None:
-            self._client.set(f"read/{self._rank}", "1")
+        if (news := self._client.glance("news")) is not None:
+            self._client.tell(f"read/{self._rank}", "1")
             raise UsageError(news.decode(errors="replace"), fix=_WAY_OUT)
 
     def _meet(self, call: Call) -> None:
@@ -176,7 +176,7 @@ class CallBoard:
         self._client.write_once("news", text)
         pace, unread = Pace(_HEARD_S), list(self._others)
         while unread and not pace.is_over:  # this rank may serve the store, and end with the error
-            unread = [other for other in unread if self._client.peek(f"read/{other}") is None]
+            unread = [other for other in unread if self._client.glance(f"read/{other}") is None]
             pace.pause()
         raise UsageError(text, fix=_WAY_OUT)
 
@@ -216,13 +216,13 @@ class CallBoard:
         if call is not None:
             places = zip(call.messages, call.numbers, strict=True)
             numbered = [(m.source, m.destination, number) for m, number in places]
-        self._client.set(f"waiting/{self._rank}", json.dumps([text(), numbered]))
+        self._client.tell(f"waiting/{self._rank}", json.dumps([text(), numbered]))
         pace = Pace(timeout_s - first_s)
         while not (is_complete := wait(min(_LOOK_S, max(0.0, pace.left_s)))) and not pace.is_over:
             if self.is_comparing:
                 self.look()
         if is_complete:  # at the deadline it stays, for those whose deadline is later
-            self._client.set(f"waiting/{self._rank}", "")
+            self._client.tell(f"waiting/{self._rank}", "")
         return is_complete
 
     def told(self, ranks: Sequence[int] | None = None) -> str:
@@ -238,7 +238,7 @@ class CallBoard:
         return None if written is None else _Waiting(*written)
 
     def _read(self, key: str) -> Any:
-        text = self._client.peek(key)
+        text = self._client.glance(key)
         return json.loads(text) if text else None
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-from bagua_rt.errors import PeerError
+from bagua_rt.errors import CollectiveTimeoutError, PeerError
 from bagua_rt.rendezvous import StoreClient
+
+_TELL_S = 0.5  # how long a store that does not answer may hold up a rank that fails
 
 
 class FailureBoard:
@@ -25,8 +27,8 @@ class FailureBoard:
         if client is None:
             return
         try:
-            client.write_once("failure", text)
-        except PeerError as error:  # there is nobody left to tell
+            client.write_once("failure", text, timeout_s=_TELL_S)
+        except (PeerError, CollectiveTimeoutError) as error:  # there is nobody left to tell, or no way
             self._seen = self._seen or str(error)
 
     def poll(self) -> str | None:
@@ -35,7 +37,7 @@ class FailureBoard:
         if self._seen is not None or client is None:
             return self._seen
         try:
-            found = client.peek("failure")
+            found = client.glance("failure")
             self._seen = None if found is None else found.decode(errors="replace")
         except PeerError as error:
             # A board that was closed meanwhile has no news: its own end of the line is shut.
@@ -63,13 +65,13 @@ class DepartureBoard:
     def post(self, text: str) -> None:
         """Tell the other ranks. The first post stays; later ones are dropped."""
         if self._client is not None:
-            with contextlib.suppress(PeerError):  # there is nobody left to tell
-                self._client.write_once("departure", text)
+            with contextlib.suppress(PeerError, CollectiveTimeoutError):  # there is nobody left to tell
+                self._client.write_once("departure", text, timeout_s=_TELL_S)
 
     def poll(self) -> str | None:
         """What a rank posted; None while there is no news. Never waits. A store that died is no departure."""
         if self._seen is None and self._client is not None:
             with contextlib.suppress(PeerError):
-                found = self._client.peek("departure")
+                found = self._client.glance("departure")
                 self._seen = None if found is None else found.decode(errors="replace")
         return self._seen

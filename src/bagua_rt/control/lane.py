@@ -15,6 +15,7 @@ import struct
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ from torch._C._distributed_c10d import (
 from bagua_rt.control.failure_board import DepartureBoard, FailureBoard
 from bagua_rt.control.patience import Patience
 from bagua_rt.control.roll_call import RollCall
-from bagua_rt.errors import BaguaError, ClosedError, LayoutMismatchError, PeerError
-from bagua_rt.rendezvous import Pace, StoreClient, meet
+from bagua_rt.errors import BaguaError, ClosedError, CollectiveTimeoutError, LayoutMismatchError, PeerError
+from bagua_rt.rendezvous import Pace, StoreClient, meet, within
 
 # gloo's own deadline would kill the group, and counts per message; ours is kept on the host.
 _GLOO_TIMEOUT = timedelta(days=10)
@@ -49,13 +50,19 @@ class _Gloo:
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
         self._pid = os.getpid()
         # This deadline holds for the making, where a peer may die too; each operation brings its own.
-        self.group: Any = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))  # [Note: a group is leaked on purpose]
+        make = partial(_immortal, store, rank, world_size, timedelta(seconds=timeout_s))
+        self.group: Any = within(timeout_s, make)  # [Note: a store that is silent]
 
     def close(self, *, is_sound: bool) -> None:
         group, self.group = self.group, None
         if group is not None and is_sound and self._pid == os.getpid():
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+
+
+def _immortal(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+    group = ProcessGroupGloo(store, rank, world_size, timeout)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # [Note: a group is leaked on purpose]
+    return group
 
 
 class PendingMax:
@@ -146,6 +153,12 @@ class Control:
                 )
             except RuntimeError as error:
                 raise _peer_error(f"making the control lane {name}", error, "") from error
+            except TimeoutError as error:
+                raise CollectiveTimeoutError(
+                    f"making the control lane {name}: no answer within {timeout_s:g} s",
+                    expected="all ranks, and the process that serves the store, to go on",
+                    fix="look for a rank that hangs",
+                ) from error
             news = client.clone()
             self.failures = FailureBoard(news)
             self.departures = DepartureBoard(news)

@@ -62,4 +62,4 @@ class Patience:
 
     def who_is_there(self) -> str:
         """What the other ranks are doing, the silent ones first. Takes at most half a second."""
-        return told(self._roll_call.ask(_ANSWER_S))
+        return told(self._roll_call.ask(_ANSWER_S)) or self._roll_call.problem

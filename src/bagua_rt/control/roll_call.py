@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from bagua_rt.errors import PeerError
+from bagua_rt.errors import CollectiveTimeoutError, PeerError
 from bagua_rt.rendezvous import StoreClient
 
 _PAUSE_S = 0.02
@@ -22,6 +22,9 @@ class RollCall:
         client: A store client; None in a world of one rank.
         rank: This rank.
         world_size: Number of ranks.
+
+    Attributes:
+        problem: Why the last question could not be asked; empty if it could.
     """
 
     def __init__(self, client: StoreClient | None, rank: int, world_size: int) -> None:
@@ -29,6 +32,7 @@ class RollCall:
         self._rank = rank
         self._world_size = world_size
         self._answered = 0
+        self.problem = ""
 
     def answer(self, describe: Callable[[], str]) -> None:
         """Answer the questions that were asked since the last call. Cheap; called now and then.
@@ -40,10 +44,10 @@ class RollCall:
         if client is None:
             return
         try:
-            asked = int(client.peek("roll/asked") or 0)
+            asked = int(client.glance("roll/asked") or 0)
             while self._answered < asked:  # several ranks may have asked since
                 self._answered += 1
-                client.set(f"roll/{self._answered}/{self._rank}", describe())
+                client.tell(f"roll/{self._answered}/{self._rank}", describe())
         except PeerError:
             self._client = None  # the store is gone: there is nobody to answer
 
@@ -60,15 +64,18 @@ class RollCall:
         if client is None:
             return {}
         try:
-            number = client.add("roll/asked")
+            number = client.add("roll/asked", timeout_s=wait_s)
             answers: dict[int, str | None] = {r: None for r in range(self._world_size) if r != self._rank}
             deadline = time.monotonic() + wait_s
             while None in answers.values() and time.monotonic() < deadline:
                 for rank in [rank for rank, text in answers.items() if text is None]:
-                    found = client.peek(f"roll/{number}/{rank}")
+                    found = client.glance(f"roll/{number}/{rank}")
                     answers[rank] = None if found is None else found.decode(errors="replace")
                 time.sleep(_PAUSE_S)
         except PeerError:
+            return {}
+        except CollectiveTimeoutError as error:  # no way to ask anybody
+            self.problem = str(error)
             return {}
         return answers
 

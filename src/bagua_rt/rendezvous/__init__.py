@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bagua_rt.rendezvous.launch import check_launch, check_numbers, overridden
 from bagua_rt.rendezvous.meeting import Rendezvous, forget_after_fork, host_identity, join, process_token
-from bagua_rt.rendezvous.store import Pace, StoreClient, lone_store, meet
+from bagua_rt.rendezvous.store import Pace, StoreClient, lone_store, meet, within
 from bagua_rt.rendezvous.topology import Seat, arrange_nodes, within_group
 
 __all__ = [
@@ -26,5 +26,6 @@ __all__ = [
     "meet",
     "overridden",
     "process_token",
+    "within",
     "within_group",
 ]

@@ -29,6 +29,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bagua_rt.errors import BaguaError, CollectiveTimeoutError, PeerError, UsageError
+from bagua_rt.rendezvous.connection import connected
 from bagua_rt.rendezvous.store import Pace, StoreClient, within
 from bagua_rt.rendezvous.topology import Seat
 
@@ -141,7 +142,8 @@ class Rendezvous:
             client.write_once("verdict", claimed_twice(seat.rank, client.address).dumps())
         verdict = self._await_verdict(Pace(timeout_s), timeout_s, check)
         if verdict.kind != "complete":
-            client.add("verdicts-read")
+            with contextlib.suppress(PeerError, CollectiveTimeoutError):  # rank 0 may be through already
+                client.add("verdicts-read", timeout_s=GOODBYE_S)
             raise verdict.error()
         if not any(other.token == seat.token and other.rank == seat.rank for other in verdict.seats):
             raise self._refused(verdict)
@@ -162,11 +164,13 @@ class Rendezvous:
         # Rank 0 looks at every seat, the others at rank 0's: n reads in all, not n * n.
         awaited = list(range(seat.world_size)) if seat.rank == 0 else [0]
         while True:
-            text = client.peek("verdict")
+            answer_s = max(GOODBYE_S, pace.left_s)
+            text = client.peek("verdict", timeout_s=answer_s)
             if text is not None:
                 return Verdict.loads(text)
             for rank in awaited:
-                found = client.peek(f"seat/{rank}") if rank not in seats else None
+                key = f"seat/{rank}"
+                found = client.peek(key, timeout_s=answer_s) if rank not in seats else None
                 if found is not None:
                     seats[rank] = Seat(**json.loads(found))
                     problem = disagreement(seat, seats[rank])
@@ -175,7 +179,7 @@ class Rendezvous:
             if seat.rank == 0 and len(seats) == seat.world_size:
                 client.write_once("verdict", _judge([seats[rank] for rank in awaited], check).dumps())
             elif pace.is_over:
-                client.write_once("verdict", self._missing(timeout_s).dumps())
+                client.write_once("verdict", self._missing(timeout_s).dumps(), timeout_s=GOODBYE_S)
             else:
                 pace.pause()
 
@@ -192,17 +196,17 @@ class Rendezvous:
 
     def leave(self) -> None:
         """Say goodbye; rank 0 closes its server last, after the others' goodbyes or `GOODBYE_S`."""
-        with contextlib.suppress(PeerError):
+        with contextlib.suppress(PeerError, CollectiveTimeoutError):
             if self.seat.rank == 0:
-                self.client.set("closed", "1")
-            self.client.add("goodbyes")
+                self.client.set("closed", "1", timeout_s=GOODBYE_S)
+            self.client.add("goodbyes", timeout_s=GOODBYE_S)
             if self._server is not None:
                 self._linger("goodbyes", lambda: self.seat.world_size)
         self._drop()
 
     def give_up(self) -> None:
         """Leave after a failed `sit`; rank 0 keeps its server up until the others have read why."""
-        with contextlib.suppress(PeerError):
+        with contextlib.suppress(PeerError, CollectiveTimeoutError):
             if self._server is not None:
                 self._linger("verdicts-read", lambda: self.client.add("claims", 0))
         self._drop()
@@ -257,7 +261,7 @@ def join(
     """
     prefix = f"bagua_rt/{seat.job}/" if seat.job else "bagua_rt/"
     if store is not None:
-        client = StoreClient(store, _describe(store), prefix, _endpoint(store))
+        client = StoreClient(store, _describe(store), prefix, _endpoint(store), timeout_s=timeout_s)
         return _sit(Rendezvous(_next_round(client, seat), seat, None, ""), timeout_s, check)
     pace = Pace(search_s)
     families = _resolve(host, port, pace.left_s)
@@ -334,9 +338,18 @@ def _connect(host: str, port: int, pace: Pace, timeout_s: float, prefix: str) ->
                 )
                 refusal = "a program that does not answer as a store"
                 endpoint = (str(sentinel.getpeername()[0]), port)
-                store = within(pace.left_s, partial(_client, endpoint, pace.left_s, timeout_s))
+                make = partial(_client, endpoint, pace.left_s, timeout_s)
+                store, connection = within(pace.left_s, partial(connected, make, port))
                 undo.pop_all()
-                return StoreClient(store, f"{host}:{port}", prefix, endpoint, sentinel)
+                return StoreClient(
+                    store,
+                    f"{host}:{port}",
+                    prefix,
+                    endpoint,
+                    sentinel,
+                    connection=connection,
+                    timeout_s=timeout_s,
+                )
             except TimeoutError:
                 pass  # `refusal` says how far it came
             except (OSError, RuntimeError) as error:
@@ -392,7 +405,8 @@ def _serve(host: str, port: int, families: set[int], seat: Seat, timeout_s: floa
     server = TCPStore(
         "127.0.0.1", port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    keys = StoreClient(_client(("127.0.0.1", port), timeout_s, timeout_s), f"{host}:{port}", "bagua_rt/")
+    own = _client(("127.0.0.1", port), timeout_s, timeout_s)
+    keys = StoreClient(own, f"{host}:{port}", "bagua_rt/", timeout_s=timeout_s)
     nonce = uuid.uuid4().hex
     keys.set("server", json.dumps({"nonce": nonce, "job": seat.job}))
     return Rendezvous(keys, seat, server, nonce)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -23,10 +24,13 @@ from typing import TypeVar
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bagua_rt.errors import CollectiveTimeoutError, PeerError, UsageError
+from bagua_rt.rendezvous.asker import Asker
+from bagua_rt.rendezvous.connection import Connection, connected
 
 _T = TypeVar("_T")
 
 _CLONE_S = 30.0  # generous: on a live server it takes 1 ms
+_LOOK_S = 0.5  # for an answer that may as well be none; as generous
 
 
 def lone_store() -> Store:
@@ -101,6 +105,8 @@ class StoreClient:
         prefix: Put before every key.
         endpoint: Where the server listens; None where it can't die before this process does.
         sentinel: A connection to `endpoint` that is there already.
+        connection: The client's own, which ends with `close` if the store is silent then.
+        timeout_s: How long to wait for an answer that must come ([Note: a store that is silent]).
     """
 
     def __init__(
@@ -110,12 +116,16 @@ class StoreClient:
         prefix: str = "",
         endpoint: tuple[str, int] | None = None,
         sentinel: socket.socket | None = None,
+        *,
+        connection: Connection | None = None,
+        timeout_s: float = 300.0,
     ) -> None:
         self.store = store
         self.address = address
         self.prefix = prefix
         self._endpoint = endpoint
-        self._lock = threading.Lock()
+        self._timeout_s = timeout_s
+        self._asker = Asker() if connection is None else Asker(connection.shut_down)
         self._sentinel = sentinel
         if endpoint is not None and sentinel is None:
             try:
@@ -138,10 +148,20 @@ class StoreClient:
         clone: Callable[[], Store] = self.store.clone  # type: ignore[attr-defined]  # missing in torch's stub
         try:
             # A clone connects anew, and goes on trying when the server has died.
-            store = within(_CLONE_S, clone, self.is_alive)
-        except (TimeoutError, RuntimeError) as error:
+            make = partial(connected, clone, self._endpoint[1] if self._endpoint else None)
+            store, connection = within(min(_CLONE_S, self._timeout_s), make, self.is_alive)
+        except TimeoutError as error:
+            raise self._silent() if self.is_alive() else self.gone() from error
+        except RuntimeError as error:
             raise self.gone() from error
-        return StoreClient(store, self.address, self.prefix, self._endpoint)
+        return StoreClient(
+            store,
+            self.address,
+            self.prefix,
+            self._endpoint,
+            connection=connection,
+            timeout_s=self._timeout_s,
+        )
 
     def is_alive(self) -> bool:
         """Does the server still hold its end of the sentinel ([Note: the sentinel])?"""
@@ -161,40 +181,75 @@ class StoreClient:
             fix="look at rank 0's own error; the ranks that are left need a new address to init again",
         )
 
-    def peek(self, key: str) -> bytes | None:
+    @property
+    def is_silent(self) -> bool:
+        """Does the store owe this client an answer for longer than it should?"""
+        return self._asker.is_stuck
+
+    def _silent(self) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(
+            f"the store at {self.address} does not answer (does rank 0 hang?)",
+            fix="look at the process that serves it: rank 0, or the launcher",
+        )
+
+    def peek(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
         """The value of `key`, or None where it has none yet. Never waits for it.
 
         Raises:
             PeerError: the store is gone.
+            CollectiveTimeoutError: it is silent.
         """
         name = self.prefix + key
-        return self._ask(lambda: self.store.get(name) if self.store.check([name]) else None)
+        return self._ask(lambda: self.store.get(name) if self.store.check([name]) else None, timeout_s)
 
-    def add(self, key: str, amount: int = 1) -> int:
+    def glance(self, key: str) -> bytes | None:
+        """As `peek`, for those who look again and again: None, too, if the store is silent.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        try:
+            return self.peek(key, timeout_s=0.0 if self.is_silent else _LOOK_S)
+        except CollectiveTimeoutError:
+            return None
+
+    def add(self, key: str, amount: int = 1, *, timeout_s: float | None = None) -> int:
         """Add to the counter `key`, atomically; returns its new value.
 
         Raises:
             PeerError: the store is gone.
+            CollectiveTimeoutError: it is silent.
         """
-        return self._ask(lambda: self.store.add(self.prefix + key, amount))
+        return self._ask(lambda: self.store.add(self.prefix + key, amount), timeout_s)
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str, *, timeout_s: float | None = None) -> None:
         """Write `key`.
 
         Raises:
             PeerError: the store is gone.
+            CollectiveTimeoutError: it is silent.
         """
-        self._ask(lambda: self.store.set(self.prefix + key, value))
+        self._ask(lambda: self.store.set(self.prefix + key, value), timeout_s)
 
-    def write_once(self, key: str, value: str) -> bool:
-        """Write `key` unless somebody did; says whether this call was the first.
+    def tell(self, key: str, value: str) -> None:
+        """Write `key` for whoever may want to know; a store that is silent gets it later, or never.
 
         Raises:
             PeerError: the store is gone.
         """
-        if self.add(f"{key}-claims") != 1:
+        with contextlib.suppress(CollectiveTimeoutError):
+            self.set(key, value, timeout_s=0.0 if self.is_silent else _LOOK_S)
+
+    def write_once(self, key: str, value: str, *, timeout_s: float | None = None) -> bool:
+        """Write `key` unless somebody did; says whether this call was the first.
+
+        Raises:
+            PeerError: the store is gone.
+            CollectiveTimeoutError: it is silent.
+        """
+        if self.add(f"{key}-claims", timeout_s=timeout_s) != 1:
             return False
-        self.set(key, value)
+        self.set(key, value, timeout_s=timeout_s)
         return True
 
     def keys_under(self, *prefixes: str) -> list[str]:
@@ -223,18 +278,20 @@ class StoreClient:
         return PrefixStore(self.prefix + name, self.store)
 
     def close(self) -> None:
-        """Close the sentinel; the client itself closes when nobody refers to it."""
+        """Close the sentinel, and ask no more; the client itself closes when nobody refers to it."""
+        self._asker.close()
         if self._sentinel is not None:
             self._sentinel.close()
 
-    def _ask(self, question: Callable[[], _T]) -> _T:
-        with self._lock:
-            if not self.is_alive():
-                raise self.gone()
-            try:
-                return question()
-            except RuntimeError as error:  # torch's DistError tree; the server went between look and question
-                raise self.gone() from error
+    def _ask(self, question: Callable[[], _T], timeout_s: float | None = None) -> _T:
+        if not self.is_alive():
+            raise self.gone()
+        try:
+            return self._asker.ask(question, self._timeout_s if timeout_s is None else timeout_s)
+        except TimeoutError as error:
+            raise self._silent() from error
+        except RuntimeError as error:  # torch's DistError tree; the server went between look and question
+            raise self.gone() from error
 
 
 def meet(client: StoreClient, rank: int, world_size: int, timeout_s: float, what: str) -> None:
@@ -252,20 +309,22 @@ def meet(client: StoreClient, rank: int, world_size: int, timeout_s: float, what
         UsageError: another rank refused to come; tells why.
         PeerError: the store is gone.
     """
-    client.set(f"here/{rank}", "1")
-    pace, missing = Pace(timeout_s), [other for other in range(world_size) if other != rank]
+    pace = Pace(timeout_s)
+    client.set(f"here/{rank}", "1", timeout_s=timeout_s)
+    missing = [other for other in range(world_size) if other != rank]
     while True:
-        while missing and client.peek(f"here/{missing[0]}") is not None:
+        while missing and client.glance(f"here/{missing[0]}") is not None:
             missing.pop(0)
         if not missing:
             return
-        if (refusal := client.peek("refused")) is not None:
+        if (refusal := client.glance("refused")) is not None:
             raise UsageError(f"{what}: another rank refused", got=refusal.decode(errors="replace"))
         if pace.is_over:
-            missing = [other for other in missing if client.peek(f"here/{other}") is None]
+            missing = [other for other in missing if client.glance(f"here/{other}") is None]
             raise CollectiveTimeoutError(
                 f"{what}: rank {', '.join(map(str, missing))} did not come",
                 expected=f"all {world_size} ranks within {timeout_s:g} s",
+                got=f"no answer from the store at {client.address}" if client.is_silent else "",
                 fix="look at the missing ranks' own output; every rank has to make the same calls",
             )
         pace.pause()
