@@ -147,7 +147,8 @@ def calls_of_nccl4py(handle: int, numbers: tuple[int, ...], lane: Any) -> Iterat
     memory, stream = Device().allocate(4 * numbers[2], stream=lane.raw), lane.handle
     theirs = partial(core.Communicator(handle).allreduce, memory, memory, core.SUM, stream=lane.raw)
     yield timed("nccl4py's Communicator.allreduce", theirs)
-    yield timed("nccl4py's bare binding", lambda: binding.all_reduce(*numbers, handle, stream))
+    bare = binding.Comm(handle) if hasattr(binding, "Comm") else handle  # a type of its own since 0.6
+    yield timed("nccl4py's bare binding", lambda: binding.all_reduce(*numbers, bare, stream))
 
 
 def calls_of_the_kernels(pg: bagua.ProcessGroup) -> Iterator[Cost]:
@@ -332,7 +333,12 @@ def main(libraries: Path | None, json_path: Path | None) -> int:
             for rank in range(2)
         ]
         try:
-            return max(rank.wait() for rank in ranks)
+            while all(rank.poll() is None for rank in ranks):
+                time.sleep(0.1)
+            failed = any(rank.returncode for rank in ranks)  # the other waits for it then
+            return 1 if failed else max(rank.wait(timeout=30.0) for rank in ranks)
+        except subprocess.TimeoutExpired:
+            return 1
         finally:
             for rank in ranks:
                 rank.kill()
