@@ -33,6 +33,7 @@ from bagua_rt.rendezvous.connection import connected
 from bagua_rt.rendezvous.store import Pace, StoreClient, within
 from bagua_rt.rendezvous.topology import Seat
 
+_CONTEST_S = 3.0  # how long a rank 0 whose port is taken asks who is there
 GOODBYE_S = 2.0  # how long rank 0 keeps its server up for ranks that have not said goodbye
 _token = uuid.uuid4().hex
 _left_servers: set[str] = set()  # nonces of the servers that this process has said goodbye to
@@ -462,7 +463,7 @@ def _contest(host: str, port: int, seat: Seat) -> str:
 
     Without a launcher's word the two jobs can't tell each other's ranks apart, so neither may go on.
     """
-    pace = Pace(GOODBYE_S)
+    pace = Pace(_CONTEST_S)
     try:
         client = _connect("127.0.0.1", port, pace, GOODBYE_S, "bagua_rt/")
         server = _server_there(client, pace)
