@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from collections.abc import Callable
 
@@ -26,8 +28,10 @@ def pool() -> RankPool:
 @pytest.fixture
 def port() -> int:
     """A port that nobody listens on."""
-    with socket.create_server(("", 0)) as listener:
-        return int(listener.getsockname()[1])
+    while True:  # below the ports that the system gives to whoever asks for any: those may be taken meanwhile
+        number = random.randrange(15_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("", number)):
+            return number
 
 
 def pytest_sessionfinish() -> None:

@@ -492,5 +492,5 @@ class Engine:
                 self.halt(takes=True)
                 self.pipeline.synchronize()
         finally:
-            self.layout.plan.release_gradients()
+            self.layout.plan.release_gradients(has_failed=self.pipeline.failure is not None)
             self.state.close()

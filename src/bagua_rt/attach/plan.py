@@ -64,9 +64,13 @@ class Plan:
                 self.bucket_of[i] = bucket
         self.digest = plan_digest(plans, extra=repr(self.sparse))
 
-    def release_gradients(self) -> None:
-        """Give every parameter whose gradient lives in a bucket a gradient of its own."""
+    def release_gradients(self, *, has_failed: bool = False) -> None:
+        """Give every parameter whose gradient lives in a bucket a gradient of its own.
+
+        Args:
+            has_failed: An operation that was aborted may still write the buckets: what they hold is dropped.
+        """
         for bucket in self.buckets:
             for param in bucket.params:
                 if param.grad is not None and bucket.holds(param.grad):
-                    param.grad = param.grad.clone()
+                    param.grad = None if has_failed else param.grad.clone()
