@@ -427,7 +427,10 @@ def cycled(ctx: RankContext, seed: int) -> list[tuple[int, int]]:
 
 def test_switches_leave_no_thread_or_hook_behind(pool: RankPool) -> None:
     for found in on(pool, 2, cycled, zoo.seed_of_today()):
-        assert found[2:] == [found[2]] * 10
+        threads, hooks = zip(*found[2:], strict=True)
+        assert set(hooks) == {1}
+        # A client of the store has a thread from its first question on: two clients, so two may come late.
+        assert max(threads) <= threads[0] + 2, threads
 
 
 def broken(ctx: RankContext, seed: int) -> Any:
