@@ -205,11 +205,15 @@ class Rendezvous:
                 self._linger("goodbyes", lambda: self.seat.world_size)
         self._drop()
 
-    def give_up(self) -> None:
-        """Leave after a failed `sit`; rank 0 keeps its server up until the others have read why."""
+    def give_up(self, error: BaseException) -> None:
+        """Leave after a `sit` that failed by `error`; rank 0 keeps its server up until the others know why.
+
+        Those that came; and where ranks contradict each other, those that are still to come.
+        """
+        expected = self.seat.world_size if isinstance(error, UsageError) else 0
         with contextlib.suppress(PeerError, CollectiveTimeoutError):
             if self._server is not None:
-                self._linger("verdicts-read", lambda: self.client.add("claims", 0))
+                self._linger("verdicts-read", lambda: max(expected, self.client.add("claims", 0)))
         self._drop()
 
     def _linger(self, key: str, enough: Callable[[], int]) -> None:
@@ -284,8 +288,8 @@ def join(
 def _sit(rendezvous: Rendezvous, timeout_s: float, check: Callable[[list[Seat]], None]) -> Rendezvous:
     try:
         rendezvous.sit(timeout_s, check)
-    except BaseException:
-        rendezvous.give_up()
+    except BaseException as error:
+        rendezvous.give_up(error)
         raise
     return rendezvous
 
@@ -470,6 +474,7 @@ def _contest(host: str, port: int, seat: Seat) -> str:
         name = server["job"] or "(no name)"
         if server["job"] == seat.job and server["nonce"] not in _left_servers:
             client.write_once("verdict", claimed_twice(0, f"{host}:{port}").dumps())
+            client.add("verdicts-read")
         client.close()
     except BaguaError:
         return "another program listens there"
