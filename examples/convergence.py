@@ -21,13 +21,14 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 import bagua_rt as bagua
 from convergence_report import BASELINE, Record, key_of, missed_bars, put_table, table, write_plot
+from launching import is_launched, start_ranks
 from learning_tasks import TASKS, Learning, Task
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -194,18 +195,10 @@ def report(options: argparse.Namespace, records: dict[str, Record]) -> bool:
     return not missed
 
 
-def relaunch(ranks: int) -> NoReturn:
-    """Become torchrun, which starts this script once per rank."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
-
-
 def main() -> int:
     """Be one rank, or start all of them, or write the report."""
     options = parse_options()
     path: Path = options.out / "convergence.json"
-    launched = any(name in os.environ for name in ("RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"))
     rank = next(
         (int(os.environ[n]) for n in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if n in os.environ), 0
     )
@@ -214,9 +207,8 @@ def main() -> int:
         for other in options.merge:
             merged.update(load(other))
         save(path, merged)
-    if not options.report and (launched or to_run(options, load(path), options.ranks)):
-        if options.ranks > 1 and not launched:
-            relaunch(options.ranks)
+    if not options.report and (is_launched() or to_run(options, load(path), options.ranks)):
+        start_ranks(options.ranks)
         train_all(options, path)
     return 0 if rank or report(options, load(path)) else 1
 

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -28,6 +27,7 @@ from torch.optim import AdamW, Optimizer
 import bagua_rt as bagua
 from checks import compare_step_times, join_torch_group, replicas_report
 from gpt import GPT, Batch, Corpus, Shape, batches, bits_per_byte
+from launching import start_ranks
 
 SHAPES = {
     "tiny": Shape(layers=2, width=64, heads=2, context=64),
@@ -76,13 +76,6 @@ def whole_number(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-def relaunch(ranks: int) -> NoReturn:
-    """Become torchrun, which starts this script once per rank."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # said here, torchrun needn't warn; main() sets the number
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
 
 
 def make_optimizer(options: argparse.Namespace, model: nn.Module, warmup_steps: int) -> Optimizer:
@@ -221,9 +214,7 @@ def train_and_show(options: argparse.Namespace, pg: bagua.ProcessGroup, console:
 def main() -> int:
     """Be one rank, or start all of them."""
     options = parse_options()
-    launched = any(name in os.environ for name in ("RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"))
-    if options.ranks > 1 and not launched:
-        relaunch(options.ranks)
+    start_ranks(options.ranks)
     try:
         group = bagua.init(None if options.device == "auto" else options.device)
     except bagua.errors.BaguaError as error:

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich import box
@@ -363,13 +362,6 @@ def _size(text: str) -> int:
     return int(text.rstrip("KkMmGg")) * unit
 
 
-def relaunch(ranks: int) -> NoReturn:
-    """Become torchrun, which starts this script once per rank."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
-
-
 def bench(pg: bagua.ProcessGroup, options: argparse.Namespace) -> int:
     """Measure, and tell on rank 0. Collective.
 
@@ -393,14 +385,14 @@ def bench(pg: bagua.ProcessGroup, options: argparse.Namespace) -> int:
 def main() -> int:
     """Be one rank, or start all of them; or measure what calls cost the host."""
     options = parse_options()
+    sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
     if options.host:
-        sys.path[:0] = [str(ROOT)]
         from tools import comm_bench_host
 
         return comm_bench_host.main(options.libraries, options.json)
-    launched = any(name in os.environ for name in ("RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"))
-    if options.ranks > 1 and not launched:
-        relaunch(options.ranks)
+    from launching import start_ranks
+
+    start_ranks(options.ranks)
     with bagua.init(options.device, timeout_s=options.timeout_s) as pg:
         return bench(pg, options)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -176,11 +175,10 @@ def alternate(
 def main() -> None:
     """Be one rank, or start all of them."""
     options = parse_options()
-    launched = any(name in os.environ for name in ("RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"))
-    if options.ranks > 1 and not launched:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "examples")]
+    from launching import start_ranks
+
+    start_ranks(options.ranks)
     found = []
     with bagua.init(options.device, timeout_s=120) as pg, torch_group(pg):
         for name in options.model or MODELS:
