@@ -19,13 +19,13 @@ import os
 import pickle
 import select
 import signal
-import struct
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
 
@@ -91,8 +91,8 @@ class RankContext:
 @dataclass
 class _Rank:
     process: Child
-    calls: IO[bytes]
-    answers: int  # file descriptor
+    calls: Connection
+    answers: Connection
     output: IO[bytes]
     loaded: set[str] = field(default_factory=set)  # modules that it has imported
 
@@ -123,17 +123,15 @@ class _Crew:
         for member in self.members:
             member.process.kill()
             member.process.wait(10.0)
-            with contextlib.suppress(OSError):
-                member.calls.close()
-            os.close(member.answers)
+            member.calls.close()
+            member.answers.close()
             member.output.close()
         self.members = []
 
     def close(self) -> None:
         """End the ranks, and remove what they shared."""
         for member in self.members:
-            with contextlib.suppress(OSError):
-                member.calls.close()
+            member.calls.close()
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and any(m.process.poll() is None for m in self.members):
             time.sleep(0.01)
@@ -219,7 +217,8 @@ class RankPool:
         path = getattr(sys.modules.get(module), "__file__", None)
         for rank, member in enumerate(members):
             context = RankContext(rank, self.world_size, number, self._crew.folder.name)
-            _send(member.calls, (module, path, name, context, args))
+            with contextlib.suppress(BrokenPipeError):  # a dead rank is found by its missing answer
+                member.calls.send_bytes(pickle.dumps((module, path, name, context, args)))
 
     def _collect(self, members: Sequence[_Rank], timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
@@ -232,8 +231,8 @@ class RankPool:
                 left = min(left, dead_since + max(5.0, timeout / 2) - time.monotonic())
             if left <= 0:
                 raise self._timed_out(members, timeout, sorted(waiting.values()))
-            for fd in select.select(list(waiting), [], [], left)[0]:
-                rank = waiting.pop(fd)
+            for answered in select.select(list(waiting), [], [], left)[0]:
+                rank = waiting.pop(answered)
                 answers[rank] = _answer(members[rank], rank)
                 if isinstance(answers[rank], RankDiedError):
                     dead_since = time.monotonic()
@@ -251,21 +250,21 @@ class RankPool:
 
 def _answer(member: _Rank, rank: int) -> Any:
     try:
-        return _receive(member.answers)
-    except EOFError:
+        return pickle.loads(member.answers.recv_bytes())
+    except (EOFError, OSError):  # the end; OSError: within an answer
         return RankDiedError(rank, member.process.wait(10), member.text())
 
 
 def _start(env: Mapping[str, str]) -> _Rank:
-    calls_read, calls_write = os.pipe()
-    answers_read, answers_write = os.pipe()
+    theirs, calls = Pipe(duplex=False)
+    answers, their_answers = Pipe(duplex=False)
     output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the rank
     whole = rank_environment(env)
-    files = (output.fileno(), output.fileno(), calls_read, answers_write)
+    files = (output.fileno(), output.fileno(), theirs.fileno(), their_answers.fileno())
     process = nursery(whole).start(_BOOT, [__name__, __file__], whole, *files)
-    os.close(calls_read)
-    os.close(answers_write)
-    return _Rank(process, os.fdopen(calls_write, "wb", buffering=0), answers_read, output)
+    theirs.close()
+    their_answers.close()
+    return _Rank(process, calls, answers, output)
 
 
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -359,27 +358,6 @@ class _Raised:
         return self.text
 
 
-def _send(pipe: IO[bytes], message: Any) -> None:
-    data = pickle.dumps(message)
-    with contextlib.suppress(BrokenPipeError):  # a dead rank is found by its missing answer
-        view = memoryview(struct.pack("<Q", len(data)) + data)
-        while view:
-            view = view[pipe.write(view) :]
-
-
-def _receive(fd: int) -> Any:
-    def read(count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = os.read(fd, count - len(parts))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
-
-    return pickle.loads(read(struct.unpack("<Q", read(8))[0]))
-
-
 def _load(module: str, path: str | None) -> Any:
     """The module, under the name that the test has it by, wherever pytest found the file."""
     if module not in sys.modules and path is not None:
@@ -419,18 +397,17 @@ def serve(calls: int, answers: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    with os.fdopen(answers, "wb", buffering=0) as out:
-        while True:
-            try:
-                call = _receive(calls)
-            except EOFError:
-                break
-            try:
-                answer = _call(*call)
-                pickle.dumps(answer)
-            except Exception as error:
-                answer = _Raised(
-                    RankFailedError(f"the answer can't be pickled: {error}"), traceback.format_exc()
-                )
-            _send(out, answer)
+    orders, out = Connection(calls, writable=False), Connection(answers, readable=False)
+    while True:
+        try:
+            call = pickle.loads(orders.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer = pickle.dumps(_call(*call))
+        except Exception as error:
+            failed = RankFailedError(f"the answer can't be pickled: {error}")
+            answer = pickle.dumps(_Raised(failed, traceback.format_exc()))
+        with contextlib.suppress(BrokenPipeError):  # whoever asked has given up
+            out.send_bytes(answer)
     os._exit(0)  # what a test left pending must not hold up the module's end

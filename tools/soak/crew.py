@@ -7,10 +7,10 @@ import os
 import pickle
 import select
 import signal
-import struct
 import tempfile
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from tests.nursery import nursery
@@ -24,24 +24,24 @@ class Worker:
     """One rank's process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        orders, self._orders = os.pipe()
-        self.answers, answers = os.pipe()
+        orders, self._orders = Pipe(duplex=False)
+        self.answers, answers = Pipe(duplex=False)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the worker
         output = self._output.fileno()
         env = rank_environment(environment)
-        self.process = nursery(env).start(_PROGRAM, [], env, output, output, orders, answers)
-        os.close(orders)
-        os.close(answers)
+        pipes = orders.fileno(), answers.fileno()
+        self.process = nursery(env).start(_PROGRAM, [], env, output, output, *pipes)
+        orders.close()
+        answers.close()
 
     def order(self, order: Order) -> None:
         """Give it something to do."""
-        data = pickle.dumps(order)
-        os.write(self._orders, struct.pack("<Q", len(data)) + data)
+        self._orders.send_bytes(pickle.dumps(order))
 
     def hear(self) -> str | Answer | None:
         """What it says next; None if it has ended. Blocks: ask `select` before."""
-        data = _read(self.answers)
-        return None if data is None else pickle.loads(data)
+        said: str | Answer | None = _heard(self.answers)
+        return said
 
     def signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
@@ -57,8 +57,8 @@ class Worker:
     def end(self) -> None:
         """End it at once."""
         self.process.kill()
-        os.close(self._orders)
-        os.close(self.answers)
+        self._orders.close()
+        self.answers.close()
         self._output.close()
 
 
@@ -66,21 +66,15 @@ def heard(workers: Mapping[int, Worker], timeout_s: float) -> list[tuple[int, st
     """What some of the workers say, within a time."""
     of = {worker.answers: number for number, worker in workers.items()}
     ready = select.select(list(of), [], [], max(0.0, timeout_s))[0] if of else []
-    return [(of[fd], workers[of[fd]].hear()) for fd in ready]
+    return [(of[answered], workers[of[answered]].hear()) for answered in ready]
 
 
-def _read(fd: int) -> bytes | None:
-    def exactly(count: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < count:
-            part = os.read(fd, count - len(parts))
-            if not part:
-                return None
-            parts += part
-        return bytes(parts)
-
-    head = exactly(8)
-    return None if head is None else exactly(struct.unpack("<Q", head)[0])
+def _heard(pipe: Connection) -> Any:
+    """What comes next; None at the end."""
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except (EOFError, OSError):  # the end; OSError: within a message
+        return None
 
 
 def serve(orders: int, answers: int) -> None:
@@ -90,12 +84,13 @@ def serve(orders: int, answers: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
 
+    heard_from, told_to = Connection(orders, writable=False), Connection(answers, readable=False)
+
     def say(what: Any) -> None:
-        data = pickle.dumps(what)
-        os.write(answers, struct.pack("<Q", len(data)) + data)
+        told_to.send_bytes(pickle.dumps(what))
 
     trainee: Trainee | None = None
-    while (data := _read(orders)) is not None:
-        trainee, answer = follow(pickle.loads(data), trainee, say)
+    while (order := _heard(heard_from)) is not None:
+        trainee, answer = follow(order, trainee, say)
         say(answer)
     os._exit(0)
