@@ -6,13 +6,16 @@ replaced, cast or moved, and one that was added, would train unsynchronised; tha
 
 from __future__ import annotations
 
-from operator import is_
+from operator import attrgetter, eq, is_
 
 import torch
 from torch import nn
 
 from bagua_rt.attach.sparse import sparse_parameters
 from bagua_rt.errors import UsageError
+
+# One after the other: a list of thousands of torch.Size sets off the garbage collector, which costs more.
+_SHAPE = attrgetter("shape")
 
 
 class ParameterWatch:
@@ -57,7 +60,7 @@ class ParameterWatch:
         return (
             [param.requires_grad for param in params] != self._flags
             or [param.dtype for param in params] != self._dtypes
-            or [param.shape for param in params] != self._shapes
+            or not all(map(eq, map(_SHAPE, params), self._shapes))
             or any(params[i].device != self._devices[i] for i in self._ends)  # a model moves as a whole
         )
 
