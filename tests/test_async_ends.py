@@ -1,11 +1,13 @@
-"""AsyncModelAverage: how rounds end, and ranks that freeze, leave, die or are elsewhere."""
+"""AsyncModelAverage: how rounds end, ranks that freeze, leave, die or are elsewhere, and what is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+import bagua_rt as bagua
 from bagua_rt.algorithms import AsyncModelAverage
 from tests import zoo
 from tests.micro import caught, group, on
@@ -155,3 +157,37 @@ def test_a_rank_that_just_ends_is_an_error_on_the_others_and_exit_is_clean(tmp_p
     assert (survivor.exit_code, victim.exit_code) == (5, 7), survivor.stderr
     assert survivor.stdout.count("AGAIN") == 3, survivor.stdout + survivor.stderr
     assert "SAME True" in survivor.stdout
+
+
+# ---- settings -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"interval_s": -1.0}, "interval_s"),
+        ({"interval_s": float("inf")}, "interval_s"),
+        ({"interval_s": float("nan")}, "interval_s"),
+        ({"interval_s": True}, "interval_s"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"warmup_steps": 1.5}, "warmup_steps"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(bagua.errors.UsageError, match=text):
+        bagua.algorithms.create("async_model_average", **settings)
+
+
+def test_it_needs_the_optimizer() -> None:
+    with bagua.init("cpu"), pytest.raises(bagua.errors.UsageError, match="knows no optimizer"):
+        bagua.attach(zoo.Bowl(), (), AsyncModelAverage())
+
+
+@pytest.mark.parametrize("call", ["pause", "resume"])
+def test_other_algorithms_have_nothing_to_pause(call: str) -> None:
+    with bagua.init("cpu"):
+        run = bagua.attach(zoo.Bowl())
+        use: Callable[[], None] = getattr(run, call)
+        with pytest.raises(bagua.errors.UsageError, match="no rounds in the background"):
+            use()
+        run.close()

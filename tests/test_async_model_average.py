@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -480,37 +479,3 @@ def in_backward(ctx: RankContext, seed: int) -> list[str]:
 
 def test_a_step_inside_of_backward_is_refused(pool: RankPool) -> None:
     assert on(pool, 2, in_backward, zoo.seed_of_today()) == [["UsageError"] * 2] * 2
-
-
-# ---- settings -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"interval_s": -1.0}, "interval_s"),
-        ({"interval_s": float("inf")}, "interval_s"),
-        ({"interval_s": float("nan")}, "interval_s"),
-        ({"interval_s": True}, "interval_s"),
-        ({"warmup_steps": -1}, "warmup_steps"),
-        ({"warmup_steps": 1.5}, "warmup_steps"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
-    with pytest.raises(bagua.errors.UsageError, match=text):
-        bagua.algorithms.create("async_model_average", **settings)
-
-
-def test_it_needs_the_optimizer() -> None:
-    with bagua.init("cpu"), pytest.raises(bagua.errors.UsageError, match="knows no optimizer"):
-        bagua.attach(zoo.Bowl(), (), AsyncModelAverage())
-
-
-@pytest.mark.parametrize("call", ["pause", "resume"])
-def test_other_algorithms_have_nothing_to_pause(call: str) -> None:
-    with bagua.init("cpu"):
-        run = bagua.attach(zoo.Bowl())
-        use: Callable[[], None] = getattr(run, call)
-        with pytest.raises(bagua.errors.UsageError, match="no rounds in the background"):
-            use()
-        run.close()
