@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from bagua_rt.attach.names import NamedTensors
 from bagua_rt.control import Control
 from bagua_rt.errors import LayoutMismatchError, UsageError
+
+T = TypeVar("T")
 
 Line = tuple[str, str]
 """What it is about ("parameter 'a.weight'"), and what this rank has there."""
@@ -43,29 +46,49 @@ def agree_on(lines: Sequence[Line], control: Control) -> None:
         )
 
 
-def agree_on_success(what: str, error: Exception | None, control: Control) -> None:
-    """Each rank says whether `what` went well so far; where it did not on one, no rank goes on.
+def on_all_ranks(
+    call: str, control: Control, attempt: Callable[[], T], undo: Callable[[T], object] | None = None
+) -> T:
+    """Attempt something here, and see that it went well on all; if not on one, no rank goes on.
 
     Args:
-        what: A call, as the trainer wrote it.
-        error: What it met on this rank.
+        call: What is attempted, as the trainer wrote it.
         control: The control lane.
+        attempt: Does it on this rank.
+        undo: Given what `attempt` gave here, where no rank goes on.
+
+    Returns:
+        What `attempt` gave.
 
     Raises:
-        Exception: `error` itself, on a rank that met one.
+        Exception: what `attempt` raised, on a rank where it did.
         UsageError: on the other ranks; tells what was met, and where.
     """
-    text = "" if error is None else f"{type(error).__name__}: {error}"
-    texts = control.agree(f"the outcome of {what}", text.encode())
-    if error is not None:
-        raise error
-    if met := {rank: text.decode(errors="replace") for rank, text in enumerate(texts) if text}:
-        raise UsageError(
-            f"{what} was refused on rank {', '.join(map(str, met))}",
-            expected="a call that every rank can follow",
-            got="; ".join(f"rank {rank}: {text}" for rank, text in met.items()),
-            fix="mend the call on that rank, then repeat it on all",
-        )
+    try:
+        made = attempt()
+    except Exception as error:
+        _outcomes(call, f"{type(error).__name__}: {error}", control)
+        raise
+    try:
+        met = {rank: text for rank, text in enumerate(_outcomes(call, "", control)) if text}
+        if met:
+            raise UsageError(
+                f"{call} was refused on rank {', '.join(map(str, met))}",
+                expected="a call that every rank can follow",
+                got="; ".join(f"rank {rank}: {text}" for rank, text in met.items()),
+                fix="mend the call on that rank, then repeat it on all",
+            )
+    except BaseException:
+        if undo is not None:
+            undo(made)
+        raise
+    return made
+
+
+def _outcomes(call: str, mine: str, control: Control) -> list[str]:
+    """What each rank met; an empty text from one where all went well."""
+    texts = control.agree(f"the outcome of {call}", mine.encode())
+    return [text.decode(errors="replace") for text in texts]
 
 
 def gather(lines: Sequence[Line], control: Control, topic: str) -> list[list[Line]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import nn
 
 from bagua_rt.algorithms.base import Algorithm, Context
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
-from bagua_rt.attach.agreement import agree_on_success, describe
+from bagua_rt.attach.agreement import describe, on_all_ranks
 from bagua_rt.attach.attached import Attached, Attachment
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.generation import Options
@@ -160,20 +160,14 @@ def _make(
         names=names,
         chunk_bytes=options.chunk_bytes,
     )
-    made: Engine | Exception
-    try:
-        made = _engine(model, named, context, algorithm, resources, options)
-    except Exception as error:
-        made = error
-    stale = resources.meeting_keys()
-    try:
-        agree_on_success("attach()", made if isinstance(made, Exception) else None, resources.control)
-    except BaseException:
-        if isinstance(made, Engine):
-            made.state.close()
-        raise
+    control = resources.control
+    engine, stale = on_all_ranks(
+        "attach()",
+        control,
+        lambda: (_engine(model, named, context, algorithm, resources, options), resources.meeting_keys()),
+        undo=lambda made: made[0].state.close(),
+    )
     group.forget_keys(stale)
-    engine = cast("Engine", made)  # else the agreement has raised it
     trace_dir = RuntimeConfig.from_environment().trace_dir
     return Attachment(named, context, algorithm, engine, Hooks(), resources, broadcast_buffers, trace_dir)
 

@@ -17,7 +17,7 @@ import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context
 from bagua_rt.attach import checkpoint
-from bagua_rt.attach.agreement import agree_on, agree_on_success
+from bagua_rt.attach.agreement import agree_on, on_all_ranks
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.hooks import Hooks
 from bagua_rt.attach.join import Join
@@ -173,6 +173,12 @@ class Attachment:
             self.resources.close()
             if self._trace_dir is not None:
                 self.trace.write_chrome(self._trace_dir)
+
+
+def _bound(algorithm: Algorithm, context: Context) -> AlgorithmState:
+    if not isinstance(algorithm, Algorithm):
+        raise UsageError("switch() got no algorithm", expected="an Algorithm", got=repr(algorithm))
+    return algorithm.bind(context)
 
 
 def _collected(attachment: Attachment, name: str) -> None:
@@ -374,24 +380,14 @@ class Attached:
         attachment = self._open()
         engine, control = attachment.engine, attachment.resources.control
         engine.halt(takes=False)
-        error: Exception | None = None
-        state: AlgorithmState | None = None
+        state = on_all_ranks("switch()", control, lambda: _bound(algorithm, attachment.context))
         try:
-            if not isinstance(algorithm, Algorithm):
-                raise UsageError("switch() got no algorithm", expected="an Algorithm", got=repr(algorithm))
-            state = algorithm.bind(attachment.context)
-        except Exception as met:
-            error = met
-        try:
-            agree_on_success("switch()", error, control)
             agree_on([("the algorithm", repr(algorithm)), *engine.accord.describe()], control)
         except Exception:
-            if state is not None:
-                state.close()
+            state.close()
             raise
-        if state is not None:
-            engine.replace_state(state, lambda met: agree_on_success("switch()", met, control))
-            attachment.algorithm = algorithm
+        engine.replace_state(state)
+        attachment.algorithm = algorithm
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the states of the model and the optimizers.
@@ -418,6 +414,7 @@ class Attached:
         """End the attachment: model and optimizers are as they were; gradients stay readable. Idempotent.
 
         Where rounds run in the background, it waits until all ranks close; they hold the same weights then.
+        After a failure the gradients that are in buckets are dropped: what was aborted may still write there.
         """
         if self._made is not None:
             self._made.detach(orderly=True)

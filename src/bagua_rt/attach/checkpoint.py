@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bagua_rt.attach.agreement import agree_on, agree_on_success
+from bagua_rt.attach.agreement import agree_on, on_all_ranks
 from bagua_rt.attach.layout import Layout
 from bagua_rt.errors import UsageError
 
@@ -51,15 +51,7 @@ def load(attachment: Attachment, state: Mapping[str, Any]) -> None:
         Exception: what the algorithm's state met on this rank.
     """
     control, call = attachment.resources.control, "load_state_dict()"
-    found: _Checkpoint | None = None
-    error: Exception | None = None
-    try:
-        found = _checked(attachment, state)
-    except Exception as met:
-        error = met
-    agree_on_success(call, error, control)
-    if found is None:
-        return
+    found = on_all_ranks(call, control, lambda: _checked(attachment, state))
     lines = [
         ("the checkpoint's world size", str(found.world_size)),
         ("the checkpoint's generation", str(found.generations)),
@@ -68,11 +60,7 @@ def load(attachment: Attachment, state: Mapping[str, Any]) -> None:
     agree_on(lines, control)
     before, had_order = save(attachment), attachment.engine.layout.has_ready_order
     try:
-        _take_up(attachment, found)
-    except Exception as met:
-        error = met
-    try:
-        agree_on_success(call, error, control)
+        on_all_ranks(call, control, lambda: _take_up(attachment, found))
     except Exception:
         _take_up(attachment, _checked(attachment, before))
         attachment.engine.layout.has_ready_order = had_order

@@ -93,9 +93,9 @@ class Engine:
         """The buckets, in launch order."""
         return self.layout.plan.buckets
 
-    def replace_state(self, state: AlgorithmState, agree: Callable[[Exception | None], None]) -> None:
+    def replace_state(self, state: AlgorithmState) -> None:
         """Go on with another algorithm's state; no weights are moved. As `Layout.replace_state`."""
-        self.layout.replace_state(state, agree)
+        self.layout.replace_state(state)
         self.background.is_paused = False
         self._step_is_due = False
         self.accord.steps.forget()

@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
+from bagua_rt.attach.agreement import on_all_ranks
 from bagua_rt.attach.generation import Options
 from bagua_rt.attach.gradients import Gradients
 from bagua_rt.attach.plan import Plan
@@ -112,29 +113,27 @@ class Layout:
         self.plan = self._planned(order)
         self._install()
 
-    def replace_state(self, state: AlgorithmState, agree: Callable[[Exception | None], None]) -> None:
-        """Go on with another algorithm's state, on buckets of its own. No weights are moved.
+    def replace_state(self, state: AlgorithmState) -> None:
+        """Go on with another algorithm's state, on buckets of its own, on all ranks or on none. Collective.
 
-        Args:
-            state: The new state.
-            agree: Told what its setup met; what it raises keeps the old state in force.
+        No weights are moved.
+
+        Raises:
+            Exception: what its setup met; the old state stays in force.
         """
         former, stage, saved = self.state, self.stage, self.state.state_dict()
-        error: Exception | None = None
         try:
-            self.state, self.stage = state, state.stage_wanted()
-            self._replan(self.plan.order)
-        except Exception as met:
-            error = met
-        try:
-            agree(error)
+            on_all_ranks("switch()", self._control, lambda: self._use_state(state, state.stage_wanted()))
         except Exception:
-            self.state, self.stage = former, stage
-            self._replan(self.plan.order)
+            self._use_state(former, stage)
             former.load_state_dict(saved)
             state.close()
             raise
         former.close()
+
+    def _use_state(self, state: AlgorithmState, stage: int) -> None:
+        self.state, self.stage = state, stage
+        self._replan(self.plan.order)
 
     def enter_stage(self) -> None:
         """If the algorithm wants another stage, set it up for that."""
