@@ -184,6 +184,20 @@ def require_apart(operation: str, writes: Sequence[torch.Tensor], reads: Sequenc
             end_of_writes = max(end_of_writes, end)
 
 
+def require_place(name: str, lanes: Sequence[object], rank: int, world_size: int) -> None:
+    """Refuse a communicator that could not be: without lanes, or of a rank that its world hasn't.
+
+    Raises:
+        UsageError: it is one of these.
+    """
+    if not lanes or len(set(lanes)) != len(lanes):
+        raise UsageError("a communicator needs lanes, each of them once", got=f"{len(lanes)} lanes")
+    if not 0 <= rank < world_size:
+        raise UsageError(
+            f"communicator {name!r}: rank {rank} is not usable", expected=f"0 to {world_size - 1}"
+        )
+
+
 def require_rank(
     operation: str, argument: str, rank: Any, world_size: int, own_rank: int | None = None
 ) -> None:

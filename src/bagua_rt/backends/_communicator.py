@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import warnings
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -21,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -44,9 +45,12 @@ class CheckedCommunicator(Collectives):
         is_settled: It was aborted or closed.
         is_comparing: Are calls compared between the ranks before they are launched?
         open_groups: The groups that threads have open, by thread.
+        stays: What a communicator that is never closed leaves behind, for the warning about it.
         sequence: How many operations were launched.
         flight: The latest operations, each with its number and when it was launched, in ns.
     """
+
+    stays: ClassVar[str]
 
     def __init__(
         self,
@@ -76,6 +80,11 @@ class CheckedCommunicator(Collectives):
         self.open_groups: dict[int, OpenGroup] = {}
         self._children = itertools.count()
         _LIVE.add(self)
+
+    def __del__(self) -> None:
+        if not getattr(self, "is_settled", True) and not self.is_forked and self.world_size > 1:
+            text = f"communicator {self.name!r} was never closed: {self.stays}"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
 
     # ---- what a backend implements beside the primitives of Collectives
 

@@ -14,7 +14,6 @@ lane's stream, and an event recorded behind it.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -38,7 +37,7 @@ from bagua_rt.backends.cuda_device import CudaDevice, cuda_event
 from bagua_rt.backends.cuda_kernels import CudaKernels
 from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream
 from bagua_rt.config import RuntimeConfig
-from bagua_rt.errors import BaguaError, ClosedError, InternalError, LibraryError, PeerError, UsageError
+from bagua_rt.errors import BaguaError, ClosedError, InternalError, LibraryError, PeerError
 
 _BYTES = c.DATATYPES["uint8"]
 # The ncclDataType_t as which NCCL reduces a dtype, and how many of them an element is.
@@ -100,6 +99,7 @@ class CudaCommunicator(CheckedCommunicator):
 
     backend_name = "cuda"
     reducible = arguments.REDUCIBLE
+    stays = "NCCL's threads and memory stay"
 
     def __init__(
         self,
@@ -123,12 +123,7 @@ class CudaCommunicator(CheckedCommunicator):
             NcclError: NCCL could not connect.
         """
         own_lanes = [device.stream(lane) for lane in lanes]
-        if not own_lanes or len(set(own_lanes)) != len(own_lanes):
-            raise UsageError("a communicator needs lanes, each of them once", got=f"{len(own_lanes)} lanes")
-        if not 0 <= rank < world_size:
-            raise UsageError(
-                f"communicator {name!r}: rank {rank} is not usable", expected=f"0 to {world_size - 1}"
-            )
+        arguments.require_place(name, own_lanes, rank, world_size)
         self.device = device
         self._is_grouping = False
         self._reductions: dict[tuple[torch.dtype, ReduceOp], tuple[int, int, int]] = {}
@@ -152,14 +147,6 @@ class CudaCommunicator(CheckedCommunicator):
             timeout_s=timeout_s,
             torch_device=device.torch_device,
         )
-
-    def __del__(self) -> None:
-        if not getattr(self, "is_settled", True) and not self.is_forked and self.world_size > 1:
-            warnings.warn(
-                f"communicator {self.name!r} was never closed: NCCL's threads and memory stay",
-                ResourceWarning,
-                stacklevel=2,
-            )
 
     # ---- launching and waiting
 

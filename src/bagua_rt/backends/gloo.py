@@ -7,7 +7,6 @@ default group is never touched, so torch DDP can live in the same process.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from bagua_rt.backends._gloo_meeting import OUT_OF_REACH, GlooGroup, make_mortal
 from bagua_rt.backends._work import BaseWork, LaunchedWork
 from bagua_rt.backends.gloo_device import CpuDevice, Lane, LaneTask, lane_event
 from bagua_rt.backends.gloo_kernels import CpuKernels
-from bagua_rt.errors import BaguaError, InternalError, PeerError, UsageError
+from bagua_rt.errors import BaguaError, InternalError, PeerError
 
 _GLOO_OPS = {
     "sum": GlooOp.SUM,
@@ -65,6 +64,7 @@ class GlooCommunicator(CheckedCommunicator):
 
     backend_name = "gloo"
     reducible = arguments.REDUCIBLE
+    stays = "its sockets stay open"
 
     def __init__(
         self,
@@ -86,12 +86,7 @@ class GlooCommunicator(CheckedCommunicator):
             PeerError: a rank, or the store, broke the connection.
         """
         own_lanes = [device.lane(lane) for lane in lanes]
-        if not own_lanes or len(set(own_lanes)) != len(own_lanes):
-            raise UsageError("a communicator needs lanes, each of them once", got=f"{len(own_lanes)} lanes")
-        if not 0 <= rank < world_size:
-            raise UsageError(
-                f"communicator {name!r}: rank {rank} is not usable", expected=f"0 to {world_size - 1}"
-            )
+        arguments.require_place(name, own_lanes, rank, world_size)
         self._groups_of_lanes: dict[Lane, GlooGroup | None] = dict.fromkeys(own_lanes)
         if world_size > 1:
             groups = meet(store, rank, world_size, name, len(own_lanes), timeout_s)
@@ -110,14 +105,6 @@ class GlooCommunicator(CheckedCommunicator):
             timeout_s=timeout_s,
             torch_device=device.torch_device,
         )
-
-    def __del__(self) -> None:
-        if not getattr(self, "is_settled", True) and not self.is_forked and self.world_size > 1:
-            warnings.warn(
-                f"communicator {self.name!r} was never closed: its sockets stay open",
-                ResourceWarning,
-                stacklevel=2,
-            )
 
     # ---- launching and waiting
 
