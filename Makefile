@@ -1,4 +1,4 @@
-# make train · test · coverage · check · fix · kernels · test-gpu · gpu-check · soak · bench        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
+# make train · test · coverage · check · fix · kernels · test-gpu · gpu-check · soak · bench · profile        ARGS, RANKS, TORCH, EXTRA and PYTHON may be set on the command line
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= torch==2.13.0
 EXTRA  ?=
@@ -8,7 +8,7 @@ BIN    := .venv/bin
 PIP    := $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 ,      := ,
 
-.PHONY: train test coverage check fix kernels test-gpu gpu-check soak bench clean FORCE
+.PHONY: train test coverage check fix kernels test-gpu gpu-check soak bench profile clean FORCE
 .DEFAULT_GOAL := check
 
 train: .venv/installed  ## two ranks train a byte-level GPT; ARGS="--algorithm onebit_adam --ranks 3", ARGS=--help
@@ -41,6 +41,11 @@ soak: .venv/dev  ## two minutes of random trainings with killed ranks; ARGS="--m
 
 bench: .venv/dev  ## every collective measured and checked; ARGS="--ranks 3 -e 64M", ARGS=--host, ARGS=--help
 	$(BIN)/python tools/comm_bench.py --ranks $(RANKS) $(ARGS)
+
+profile: .venv/dev  ## train a little with traces, and say where the time goes; ARGS="--size large --bucket-cap-mb 4"
+	rm -rf build/traces
+	$(BIN)/python examples/train_gpt.py --ranks $(RANKS) --steps 60 --no-compare-ddp --trace build/traces $(ARGS)
+	$(BIN)/python tools/trace_report.py build/traces --merge build/traces.json
 
 fix: .venv/dev  ## what ruff can mend by itself
 	$(BIN)/ruff check --fix && $(BIN)/ruff format

@@ -154,7 +154,7 @@ def test_a_chrome_trace_per_rank_has_a_span_per_bucket_and_round(
     steps = 3
     answers = on(pool, world_size, traced, kind, str(tmp_path / "traces"), steps)
     files = sorted(path.name for path in (tmp_path / "traces").iterdir())
-    assert files == [f"bagua_rt.rank{rank}.json" for rank in range(world_size)]
+    assert files == [f"model0.rank{rank}.json" for rank in range(world_size)]
     for rank, found in enumerate(answers):
         assert (found["off"], found["still"], found["timed"], found["hook"]) == (0, 0, False, None)
         text = (tmp_path / "traces" / files[rank]).read_text()
@@ -176,11 +176,12 @@ def traced_from_start(ctx: RankContext, folder: str) -> int:
     os.environ["BAGUA_RT_TRACE_DIR"] = folder
     try:
         with group(ctx):
-            run = bagua.attach(model := Three())
+            runs = [bagua.attach(model := Three(), name="a/b"), bagua.attach(Three())]
             for _ in range(2):
                 model(torch.ones(1)).sum().backward()
-            run.close()
-            return len(run.trace.spans)
+            for run in runs:
+                run.close()
+            return len(runs[0].trace.spans)
     finally:
         del os.environ["BAGUA_RT_TRACE_DIR"]
 
@@ -188,8 +189,9 @@ def traced_from_start(ctx: RankContext, folder: str) -> int:
 def test_the_variable_traces_whole_runs(pool: RankPool, tmp_path: Path) -> None:
     counts = on(pool, 2, traced_from_start, str(tmp_path / "new"))
     for rank, count in enumerate(counts):
-        files = list((tmp_path / "new").glob(f"*rank{rank}*.json"))
-        assert len(files) == 1
+        files = sorted((tmp_path / "new").glob(f"*rank{rank}*.json"))
+        names = [f"a_b.rank{rank}.json", f"model1.rank{rank}.json"]
+        assert [file.name for file in files] == names, "one for each attachment"
         events = json.loads(files[0].read_text())["traceEvents"]
         assert len([event for event in events if event["ph"] == "X"]) == count == 2 * 3
 

@@ -8,13 +8,17 @@ Definitions, all for this rank and in microseconds of the host's clock:
 * *hidden*: communication while the training thread was not blocked: what ran beside the trainer's own work.
 
 Spans become one Chrome trace per rank (chrome://tracing, Perfetto): "staged" to "launched" is a bucket's
-time in the queue, "launched" to "done" its communication.
+time in the queue, "launched" to "done" its communication. tools/trace_report.py reads the traces of all ranks
+together: which part of the communication was the wire, and which was waiting for a slower rank.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import socket
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +75,12 @@ class Trace:
 
     Args:
         rank: The rank, which becomes the trace's process.
+        name: What was traced; files in a folder are called by it.
         capacity: Spans kept; older ones are dropped.
     """
 
-    def __init__(self, rank: int, capacity: int = 100_000) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, name: str = "bagua_rt", capacity: int = 100_000) -> None:
+        self._rank, self._name = rank, name.replace(os.sep, "_")
         self._spans: deque[Span] = deque(maxlen=capacity)
         self.is_on = False
 
@@ -100,8 +105,11 @@ class Trace:
     def write_chrome(self, path: str | Path) -> Path:
         """Write the spans as a Chrome trace.
 
+        Beside the events it has `host`, and `clock_start_us`: the Unix time at which the host's clock was 0,
+        which brings the traces of several hosts onto one timeline, as exactly as their clocks agree.
+
         Args:
-            path: A file, or a folder, which gets ``bagua_rt.rank{rank}.json``.
+            path: A file, or a folder, which gets ``{name}.rank{rank}.json``.
 
         Returns:
             The file written.
@@ -112,7 +120,7 @@ class Trace:
         path = Path(path)
         if path.is_dir() or not path.suffix:
             path.mkdir(parents=True, exist_ok=True)
-            path = path / f"bagua_rt.rank{self._rank}.json"
+            path = path / f"{self._name}.rank{self._rank}.json"
         tracks = sorted({span.track for span in self._spans})
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": self._rank, "name": "process_name", "args": {"name": f"rank {self._rank}"}}
@@ -133,5 +141,7 @@ class Trace:
             }
             for span in self._spans
         ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        clock_start_us = (time.time_ns() - time.perf_counter_ns()) / 1000
+        whole = {"traceEvents": events, "host": socket.gethostname(), "clock_start_us": clock_start_us}
+        path.write_text(json.dumps(whole))
         return path

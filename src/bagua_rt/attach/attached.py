@@ -54,7 +54,7 @@ class Attachment:
         self.engine = engine
         self.hooks = hooks
         self.resources = resources
-        self.trace = Trace(context.world.rank)
+        self.trace = Trace(context.world.rank, resources.name)
         self.is_closed = False
         self._trace_dir = trace_dir
         self._buffer_kinds = [(buffer.shape, buffer.dtype) for buffer in named.buffers.values()]
@@ -126,12 +126,15 @@ class Attachment:
         ):
             if ready is None or done is None:
                 continue
-            name, size = f"bucket {bucket.index}", bucket.plan.nbytes
-            lane = lanes[bucket.plan.lane].name
-            self.trace.add(f"{name} in queue", "queue", device.time_us(ready), launched_us, bytes=size)
-            self.trace.add(
-                name, lane, launched_us, device.time_us(done), bytes=size, parameters=list(bucket.plan.names)
+            name, lane = f"bucket {bucket.index}", lanes[bucket.plan.lane].name
+            ready_us, done_us, parameters = (
+                device.time_us(ready),
+                device.time_us(done),
+                list(bucket.plan.names),
             )
+            which = {"round": round_.number, "bucket": bucket.index, "bytes": bucket.plan.nbytes}
+            self.trace.add(f"{name} in queue", "queue", ready_us, launched_us, **which)
+            self.trace.add(name, lane, launched_us, done_us, **which, parameters=parameters)
 
     def flight_record(self) -> dict[str, Any]:
         """What this rank is doing, and the last operations of each of its communicators."""
