@@ -163,7 +163,8 @@ def resumed(ctx: RankContext, peers: Any, save_at: int) -> bool:
         for t in range(first, last):
             optimizer.zero_grad()
             model(ctx.rank, t).backward()
-            optimizer.step()
+            if t != 4:  # as a GradScaler skips, with an average that the next step takes
+                optimizer.step()
 
     with group(ctx):
         model, optimizer, run = make()
@@ -189,7 +190,7 @@ def resumed(ctx: RankContext, peers: Any, save_at: int) -> bool:
 @pytest.mark.parametrize("peers", ["all", "shift_one"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_checkpoint_goes_on_with_the_same_rounds(pool: RankPool, world_size: int, peers: str) -> None:
-    for save_at in (3, 4):
+    for save_at in (3, 4, 5):
         assert on(pool, world_size, resumed, peers, save_at) == [True] * world_size
 
 

@@ -99,6 +99,37 @@ def test_a_rank_that_skips_steps_takes_part_in_the_rounds(pool: RankPool, algori
     on(pool, 3, trained, algorithm, "skipped", zoo.seed_of_today())
 
 
+def held_by_some(ctx: RankContext, seed: int) -> None:
+    """Rank 0 has no entries in the first round, and rank 2 has none any more in the second."""
+    with group(ctx):
+        trainer = Trainer(LocalSGD(interval=1, average_state=("momentum_buffer",)), sgd)
+        param = trainer.model.get_parameter("w")
+        x, inner = np.stack([zoo.start("w")] * 3), np.zeros((3, *SHAPES["w"]))
+        for t, holders in enumerate(([1, 2], [0, 1], [0, 1, 2])):
+            if ctx.rank not in holders:
+                trainer.optimizer.state.clear()
+                trainer.model(ctx.rank, t, seed).backward()
+                trainer.optimizer.zero_grad()
+            else:
+                trainer.step(ctx.rank, t, seed)
+            trainer.run.state_dict()  # completes the round
+            for rank in range(3):
+                gradient = x[rank] - zoo.target("w", rank, t, seed)
+                inner[rank] = MU * inner[rank] + gradient if rank in holders else 0.0
+                x[rank] -= LR * inner[rank]
+            inner[holders] = inner[holders].mean(0)
+            x[:] = x.mean(0)
+            np.testing.assert_allclose(param.detach(), x[0], rtol=1e-9, atol=1e-9, err_msg=f"{seed=}")
+            if ctx.rank in holders:
+                buffer = trainer.optimizer.state[param]["momentum_buffer"]
+                np.testing.assert_allclose(buffer, inner[ctx.rank], rtol=1e-9, atol=1e-9, err_msg=f"{seed=}")
+        trainer.run.close()
+
+
+def test_an_entry_is_averaged_over_the_ranks_that_have_it(pool: RankPool) -> None:
+    on(pool, 3, held_by_some, zoo.seed_of_today())
+
+
 def alone(ctx: RankContext, seed: int) -> bool:
     with group(ctx):
         trainer, plain = Trainer(LocalSGD(interval=2)), zoo.Bowl()
@@ -200,8 +231,12 @@ def differing(ctx: RankContext, seed: int) -> list[bytes]:
     with group(ctx):
         trainer = Trainer(bagua.Decentralized())
         trainer.step(ctx.rank, 0, seed)
+        late = trainer.model.get_parameter("b")
+        late.requires_grad_(False)
         trainer.run.switch(LocalSGD(interval=1, outer_step=True))
-        trainer.step(ctx.rank, 1, seed)
+        for t in (1, 2):
+            trainer.step(ctx.rank, t, seed)
+            late.requires_grad_(True)
         trainer.run.close()
         return trainer.bits()
 

@@ -102,12 +102,19 @@ def replicas(ctx: RankContext, dtype: torch.dtype, start: str, seed: int) -> dic
         if start == "differ":
             trainer.step(ctx.rank, 0, seed)
         trainer.run.switch(LowPrecisionDecentralized())
+        sent = []
         for t in range(1, 6):
             if t == 3:
                 trainer.model.get_parameter("b").requires_grad_(False)
             if t == 5:
                 trainer.model.get_parameter("b").requires_grad_(True)
+            before = trainer.run.statistics().bytes_sent
             trainer.step(ctx.rank, t, seed)
+            trainer.run.state_dict()  # completes the round
+            sent.append(trainer.run.statistics().bytes_sent - before)
+        once = sum(p.nbytes for p in trainer.model.parameters()) * (1 if ctx.world_size == 2 else 2)
+        assert sent[0] > once > sent[1], "replicas are made in the first round"
+        assert sent[4] > once > sent[2], "and anew, with one that was frozen until now"
         state = trainer.run.state_dict()["state"]
         weights = dict(trainer.model.named_parameters())
         trainer.run.close()

@@ -23,9 +23,10 @@ SHAPES: dict[str, tuple[int, ...]] = {"w": (5, 7), "b": (11,), "s": (), "e": (0,
 GROUPS = (("w", "s"), ("b", "e", "t"))  # each with settings of its own
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 0.03, "betas": (0.8, 0.95), "weight_decay": 0.1},
-    {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.0, "eps": 1e-6},
+    {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.0, "eps": 1e-6, "variance_floor": 0.4},
 )
 FROZEN_ELEMENTS = 4  # of "b": they never have a gradient
+UNUSED = {"t": (1, 3, 4), "w": (3,)}  # with "sometimes": in which steps a parameter is in no rank's loss
 
 
 def target(name: str, rank: int, step: int, seed: int) -> np.ndarray[Any, Any]:
@@ -50,9 +51,11 @@ class Bowl(nn.Module):
         for name in SHAPES:
             self.register_parameter(name, nn.Parameter(torch.tensor(start(name), dtype=dtype)))
 
-    def loss(self, rank: int, step: int, seed: int) -> torch.Tensor:
+    def loss(self, rank: int, step: int, seed: int, how: str = "plain") -> torch.Tensor:
         terms = []
         for name, param in self.named_parameters():
+            if how == "sometimes" and step in UNUSED.get(name, ()):
+                continue
             aim = torch.tensor(target(name, rank, step, seed), dtype=param.dtype)
             terms.append((0.5 * (param - aim).square() * torch.tensor(mask(name), dtype=param.dtype)).sum())
         return torch.stack(terms).sum()
@@ -75,7 +78,7 @@ class Trainer:
         self.optimizer = bagua.optim.OneBitAdam(
             groups(self.model), warmup_steps=warmup, decoupled_weight_decay=decoupled
         )
-        self.run = bagua.attach(self.model, self.optimizer, bucket_cap_mb=cap_mb)
+        self.run = bagua.attach(self.model, self.optimizer, bucket_cap_mb=cap_mb, find_unused_parameters=True)
 
     def step(self, rank: int, step: int, seed: int, how: str = "plain") -> None:
         self.optimizer.zero_grad()
@@ -94,7 +97,7 @@ class Trainer:
                 (0.25 * self.model.loss(rank, step, seed)).backward()
             (0.75 * self.model.loss(rank, step, seed)).backward()
         else:
-            self.model.loss(rank, step, seed).backward()
+            self.model.loss(rank, step, seed, how).backward()
         self.optimizer.step()
 
     def weights(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -112,20 +115,32 @@ class Simulation:
     """All ranks in float64, by algorithms.md section 10 alone."""
 
     def __init__(
-        self, world_size: int, warmup: int, *, decoupled: bool, plans: tuple[BucketPlan, ...]
+        self,
+        world_size: int,
+        warmup: int,
+        *,
+        decoupled: bool,
+        plans: tuple[BucketPlan, ...],
+        how: str = "plain",
     ) -> None:
         self.n, self.warmup, self.decoupled, self.plans = world_size, warmup, decoupled, plans
         self.x = {name: start(name) for name in SHAPES}
         self.m = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         self.v = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         self.t = 0
+        self.how = how
+        self.steps = dict.fromkeys(SHAPES, 0)
+        self.variance_steps = dict.fromkeys(SHAPES, 0)
         sizes = [-(-plan.numel // (8 * world_size)) * 8 for plan in plans]
         self.worker = [np.zeros((world_size, world_size, size)) for size in sizes]
         self.server = [np.zeros((world_size, size)) for size in sizes]
 
+    def is_used(self, name: str) -> bool:
+        return self.how != "sometimes" or self.t not in UNUSED.get(name, ())
+
     def settings(self, name: str) -> dict[str, Any]:
         own = next(s for names, s in zip(GROUPS, SETTINGS, strict=True) if name in names)
-        return {"eps": 1e-8, **own}
+        return {"eps": 1e-8, "variance_floor": 0.0, **own}
 
     def gradient(self, name: str, rank: int, seed: int) -> np.ndarray[Any, Any]:
         """With L2 weight decay, which is part of the gradient."""
@@ -134,8 +149,12 @@ class Simulation:
         return own + decay * self.x[name]
 
     def step(self, seed: int) -> None:
+        used = [name for name in SHAPES if self.is_used(name)]
+        for name in used:
+            self.steps[name] += 1
         if self.t < self.warmup:
-            for name in SHAPES:
+            for name in used:
+                self.variance_steps[name] += 1
                 b1, b2 = self.settings(name)["betas"]
                 g = sum(self.gradient(name, rank, seed) for rank in range(self.n)) / self.n
                 self.m[name] = b1 * self.m[name] + (1 - b1) * g
@@ -143,13 +162,17 @@ class Simulation:
         else:
             self.momentum_by_compression(seed)
         self.t += 1
-        for name in SHAPES:
-            own, v_steps = self.settings(name), min(self.t, self.warmup)
+        for name in used:
+            own, v_steps = self.settings(name), self.variance_steps[name]
             b1, b2 = own["betas"]
             if self.decoupled:
                 self.x[name] = self.x[name] * (1 - own["lr"] * own["weight_decay"])
             root = np.sqrt(self.v[name] / (1 - b2**v_steps)) + own["eps"]
-            self.x[name] = self.x[name] - own["lr"] / (1 - b1**self.t) * self.m[name] / root
+            self.x[name] = self.x[name] - own["lr"] / (1 - b1 ** self.steps[name]) * self.m[name] / root
+        for name, v in self.v.items():
+            if self.t == self.warmup and (v > 0).any():
+                floor = self.settings(name)["variance_floor"] * v[v > 0].mean()
+                self.v[name] = np.where(v > 0, np.maximum(v, floor), 0.0)
 
     def momentum_by_compression(self, seed: int) -> None:
         local = [{name: self.local_momentum(name, rank, seed) for name in SHAPES} for rank in range(self.n)]
@@ -162,9 +185,12 @@ class Simulation:
             flat = flats[0] if self.n == 1 else self.compressed_mean(index, plan.numel, flats)
             for slot in plan.slots:
                 part = flat[slot.offset : slot.offset + slot.spec.numel].reshape(slot.spec.shape)
-                self.m[slot.spec.name] = np.where(self.v[slot.spec.name] > 0, part, 0.0)
+                if self.is_used(slot.spec.name):
+                    self.m[slot.spec.name] = np.where(self.v[slot.spec.name] > 0, part, 0.0)
 
     def local_momentum(self, name: str, rank: int, seed: int) -> np.ndarray[Any, Any]:
+        if not self.is_used(name):
+            return np.zeros(SHAPES[name])
         b1: float = self.settings(name)["betas"][0]
         return b1 * self.m[name] + (1 - b1) * self.gradient(name, rank, seed)
 
@@ -202,7 +228,7 @@ def simulated(
             trainer.step(ctx.rank, t, seed, how)
         plans = trainer.run.buckets
         errors = trainer.run.state_dict()["state"]["errors"]
-        simulation = Simulation(ctx.world_size, warmup, decoupled=decoupled, plans=plans)
+        simulation = Simulation(ctx.world_size, warmup, decoupled=decoupled, plans=plans, how=how)
         for _ in range(steps):
             simulation.step(seed)
         for name, ours in trainer.weights().items():
@@ -234,8 +260,8 @@ def test_both_stages_are_what_the_formulas_say(
     assert (answers[0]["buckets"] > 1) is decoupled
 
 
-@pytest.mark.parametrize("how", ["closure", "accumulated"])
-def test_closures_and_accumulation_are_the_same_step(pool: RankPool, how: str) -> None:
+@pytest.mark.parametrize("how", ["closure", "accumulated", "sometimes"])
+def test_closures_accumulation_and_unused_parameters(pool: RankPool, how: str) -> None:
     answers = on(pool, 3, simulated, 2, False, how, 1.0, 3)
     assert answers == [answers[0]] * 3
 
@@ -367,6 +393,7 @@ def test_a_gradient_scaler_skips_on_all_ranks_or_none(
         ({"warmup_steps": 1, "betas": (0.9, -0.1)}, "betas is out of range"),
         ({"warmup_steps": 1, "eps": -1e-9}, "eps is out of range"),
         ({"warmup_steps": 1, "weight_decay": -0.1}, "weight_decay is out of range"),
+        ({"warmup_steps": 1, "variance_floor": 1.5}, "variance_floor is out of range"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import bagua_rt as bagua
 from bagua_rt.algorithms import PowerSGD
+from bagua_rt.algorithms.powersgd import _orthogonalise_
 from tests import zoo
 from tests.micro import caught, group, on
 from tests.ranks import RankContext, RankPool
@@ -96,6 +97,13 @@ def test_odd_parameters_and_mixed_dtypes(pool: RankPool, world_size: int, hierar
     tolerance = 0.0 if world_size == 1 else 2.0  # low rank is far from the mean; the simulation is exact
     answers = on(pool, world_size, zoo.odd_models, PowerSGD(hierarchical=hierarchical), seed, tolerance)
     assert answers == [answers[0]] * world_size, f"not bit-equal, {seed=}"
+
+
+def test_columns_that_are_nearly_the_same_become_orthogonal() -> None:
+    generator = torch.Generator().manual_seed(1)
+    columns = torch.randn(200, 1, generator=generator) + 1e-3 * torch.randn(200, 3, generator=generator)
+    _orthogonalise_(columns)
+    torch.testing.assert_close(columns.t() @ columns, torch.eye(3), rtol=0, atol=1e-5)
 
 
 def low_rank(ctx: RankContext, dtype: torch.dtype, seed: int) -> None:

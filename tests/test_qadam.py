@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import bagua_rt as bagua
+from bagua_rt.algorithms.compression import MinMaxCodec
 from tests import kernel_oracles as oracles
 from tests import zoo
 from tests.micro import caught, group, on
@@ -326,12 +327,26 @@ def test_bytes_on_the_wire_are_a_quarter_after_the_warm_up(pool: RankPool, world
         assert (second == 0) is (world_size == 1)
 
 
+def test_an_overflow_leaves_no_error_behind() -> None:
+    with bagua.init("cpu") as made:
+        backend = made._job.backend
+        codec, stream = MinMaxCodec(backend.kernels, backend.device), backend.device.compute_stream()
+        values, error = torch.ones(1, 4096), torch.full((1, 4096), 0.25)
+        values[0, 7] = error[0, 7] = 3e38
+        wire = torch.empty(1, codec.row_bytes(4096, torch.float32), dtype=torch.uint8)
+        codec.encode(values, error, 4096, 0, wire, stream)
+    assert not error[0, :2048].any(), "its chunk is NaN on all ranks, once"
+    assert error[0, 2048:].isfinite().all()
+
+
 def test_a_copy_knows_its_warm_up() -> None:
-    optimizer = bagua.optim.QAdam([torch.zeros(2, requires_grad=True)], warmup_steps=3, error_feedback=False)
+    settings: dict[str, Any] = {"warmup_steps": 3, "error_feedback": False, "variance_floor": 0.1}
+    optimizer = bagua.optim.QAdam([torch.zeros(2, requires_grad=True)], **settings)
     twin = copy.deepcopy(optimizer)
     assert twin.warmup_steps == 3
     assert twin.algorithm == optimizer.algorithm
     assert not twin.variance_is_frozen
+    assert twin.param_groups[0]["variance_floor"] == 0.1
 
 
 @pytest.mark.parametrize("settings", [{"warmup_steps": 0}, {"warmup_steps": 1, "lr": -1.0}])

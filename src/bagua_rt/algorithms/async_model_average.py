@@ -123,3 +123,8 @@ class _State(AlgorithmState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._generations = int(state["generations"])
+
+    def load_from_other_world(self, state: Mapping[str, Any]) -> str:
+        # After the warm-up ranks count for themselves, but then the warm-up is over in every file.
+        self.load_state_dict(state)
+        return ""

@@ -188,7 +188,18 @@ class AlgorithmState(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Take up what `state_dict` gave, on this rank of as many ranks."""
+
+    def load_from_other_world(self, state: Mapping[str, Any]) -> str:
+        """Take up what still holds of what `state_dict` gave in a world of another size.
+
+        Args:
+            state: Another one on each rank, maybe: only what was equal on all ranks holds.
+
+        Returns:
+            What starts anew, for the log; empty if nothing does.
+        """
+        return "all that it keeps" if state else ""
 
     def close(self) -> None:
         """Let go of everything that was made or installed. Idempotent; runs on failure too."""

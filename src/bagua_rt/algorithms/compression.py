@@ -203,6 +203,7 @@ class CompressedMeans:
         self._feedback = feedback
         self._buckets: tuple[Bucket, ...] = ()
         self._means: dict[int, CompressedMean] = {}
+        self._awaits_setup: Mapping[str, Any] | None = None
 
     @property
     def alignment(self) -> int:
@@ -220,6 +221,8 @@ class CompressedMeans:
             for b in buckets
             if meet is not None and meet.world_size > 1 and b.plan.numel and b.plan.dtype in CODEC_DTYPES
         }
+        if self._means and self._awaits_setup is not None:
+            self.load_state_dict(self._awaits_setup)
 
     def mean_(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
         """Replace the contents of `bucket` by their mean over all ranks of `comm`, the world.
@@ -259,18 +262,35 @@ class CompressedMeans:
 
     def state_dict(self) -> dict[str, Any]:
         """The errors, and the plan that they belong to."""
+        if self._awaits_setup is not None:
+            return dict(self._awaits_setup)
         return {
-            "plan": [list(self._buckets[index].plan.names) for index in self._means],
+            "plan": self._plan(),
             "errors": [tuple(error.clone() for error in mean.errors()) for mean in self._means.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave. Saved for another plan or stage, errors start at zero."""
-        if state["plan"] != [list(self._buckets[index].plan.names) for index in self._means]:
+        """Take up what `state_dict` gave. Saved for another plan, errors start at zero.
+
+        Where there are no means yet, it waits for `setup`: the optimizer, which knows the stage, may be
+        loaded after this.
+        """
+        self._awaits_setup = None if self._means or not state["plan"] else state
+        if state["plan"] != self._plan():
+            self.reset()
             return
         for mean, saved in zip(self._means.values(), state["errors"], strict=True):
             for error, value in zip(mean.errors(), saved, strict=True):
                 error.copy_(value)
+
+    def load_from_other_world(self) -> str:
+        """Forget all errors, which belong to ranks; what that is, for the log."""
+        self._awaits_setup = None
+        self.reset()
+        return "the errors" if self._feedback else ""
+
+    def _plan(self) -> list[list[str]]:
+        return [list(self._buckets[index].plan.names) for index in self._means]
 
 
 class CompressedGradients(AlgorithmState):
@@ -306,3 +326,6 @@ class CompressedGradients(AlgorithmState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._means.load_state_dict(state)
+
+    def load_from_other_world(self, state: Mapping[str, Any]) -> str:
+        return self._means.load_from_other_world()

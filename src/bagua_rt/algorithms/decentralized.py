@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
-from bagua_rt.algorithms.operations import hierarchical_, sum_
+from bagua_rt.algorithms.operations import hierarchical_, load_by_name, save_by_name, sum_
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -124,10 +124,25 @@ class _State(AlgorithmState):
         self._take_average()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"round": self._round}
+        due = self._flats() if self._average_is_due else {}
+        return {"round": self._round, "average": save_by_name(self._buckets, due)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._round = int(state["round"])
+        self._average_is_due = bool(state["average"])
+        if self._average_is_due:
+            compute = self.context.device.compute_stream()
+            for bucket in self._buckets:  # of a parameter that was frozen until now there is no average
+                weights = [param.detach() for param in bucket.params]
+                self.context.kernels.copy_in(weights, bucket.views, 1.0, compute)
+            load_by_name(state["average"], self._buckets, self._flats())
+
+    def load_from_other_world(self, state: Mapping[str, Any]) -> str:
+        self._round = int(state["round"])
+        return "an average that no step has taken" if state["average"] else ""
+
+    def _flats(self) -> dict[int, torch.Tensor]:
+        return {bucket.index: bucket.flat for bucket in self._buckets}
 
     def _take_average(self) -> None:
         if not self._average_is_due:

@@ -203,3 +203,7 @@ class _State(AlgorithmState):
         momenta = {index: outer.momentum for index, outer in self._outer.items()}
         load_by_name(state["anchor"], self._buckets, anchors)
         load_by_name(state["momentum"], self._buckets, momenta)
+
+    def load_from_other_world(self, state: Mapping[str, Any]) -> str:
+        self.load_state_dict(state)
+        return ""  # x_0 and its momentum are equal on all ranks, once they have agreed

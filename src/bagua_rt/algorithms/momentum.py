@@ -106,6 +106,7 @@ class MomentumState(AlgorithmState):
             super().stage(bucket, present)
             return
         used = [i for i, param in enumerate(bucket.params) if param not in self._unused]
+        self.missing(bucket, [i for i, param in enumerate(bucket.params) if param in self._unused])
         self._optimizer.form_momentum([bucket.params[i] for i in used], [bucket.views[i] for i in used])
 
     def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
@@ -130,3 +131,6 @@ class MomentumState(AlgorithmState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._means.load_state_dict(state)
+
+    def load_from_other_world(self, state: Mapping[str, Any]) -> str:
+        return self._means.load_from_other_world()

@@ -111,8 +111,11 @@ def _take_up(attachment: Attachment, found: _Checkpoint) -> None:
     if found.world_size == attachment.context.world_size:
         layout.load_algorithm_state(found.state)
     else:
+        anew = layout.state.load_from_other_world(found.state)
         _log.warning(
-            "the checkpoint is of a world of %d ranks: the state of %s starts anew",
+            "the checkpoint is of a world of %d ranks, and this is one of %d: %s of %s starts anew",
             found.world_size,
+            attachment.context.world_size,
+            anew or "nothing",
             attachment.algorithm.name,
         )

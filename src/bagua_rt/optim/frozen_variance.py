@@ -38,6 +38,9 @@ class FrozenVarianceAdam(PairedOptimizer):
             the momentum; with `decoupled_weight_decay` it shrinks the weights, as in AdamW.
         warmup_steps: W; 15 to 25 % of all steps is usual.
         decoupled_weight_decay: AdamW's weight decay.
+        variance_floor: When the variance is frozen, elements below this part of their parameter's mean are
+            raised to it. Compression gives an element with a small variance a momentum of its neighbours'
+            size, which moves it too far; a floor f bounds that to 1/sqrt(f) of their step. 0 raises nothing.
 
     Raises:
         UsageError: a setting is out of range.
@@ -53,6 +56,7 @@ class FrozenVarianceAdam(PairedOptimizer):
         *,
         warmup_steps: int,
         decoupled_weight_decay: bool = False,
+        variance_floor: float = 0.0,
     ) -> None:
         if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 1:
             raise UsageError(
@@ -68,6 +72,7 @@ class FrozenVarianceAdam(PairedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "variance_floor": variance_floor,
             "completed_steps": 0,
         }
         super().__init__(params, defaults)
@@ -85,10 +90,13 @@ class FrozenVarianceAdam(PairedOptimizer):
             "betas": 0 <= beta1 < 1 and 0 <= beta2 < 1,
             "eps": settings["eps"] >= 0,
             "weight_decay": settings["weight_decay"] >= 0,
+            "variance_floor": 0 <= settings["variance_floor"] <= 1,
         }
         if wrong := [key for key, is_right in ranges.items() if not is_right]:
             raise UsageError(
-                f"{wrong[0]} is out of range", expected=">= 0, betas below 1", got=repr(settings[wrong[0]])
+                f"{wrong[0]} is out of range",
+                expected=">= 0, betas below 1, variance_floor at most 1",
+                got=repr(settings[wrong[0]]),
             )
         super().add_param_group(param_group)
 
@@ -116,6 +124,8 @@ class FrozenVarianceAdam(PairedOptimizer):
             else:
                 self._update_adam(group)
             group["completed_steps"] = group["completed_steps"] + 1
+            if group["variance_floor"] and group["completed_steps"] == self.warmup_steps:
+                self._raise_to_floor(group)
 
     @torch.no_grad()
     def form_momentum(self, params: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
@@ -169,6 +179,14 @@ class FrozenVarianceAdam(PairedOptimizer):
         )
         for state in states:
             state["variance_steps"].copy_(state["step"])
+
+    def _raise_to_floor(self, group: dict[str, Any]) -> None:
+        """Leave no variance below the floor; 0 stays 0, and is not moved at all."""
+        for variance in (self.state[p]["exp_avg_sq"] for p in group["params"] if p in self.state):
+            wide = torch.promote_types(variance.dtype, torch.float32)
+            mean = variance.sum(dtype=wide) / variance.count_nonzero().clamp(min=1)
+            raised = variance.clamp(min=mean * group["variance_floor"])
+            variance.copy_(torch.where(variance > 0, raised, variance))
 
     def _update_frozen(
         self, group: dict[str, Any], momentum: Mapping[torch.Tensor, torch.Tensor] | None

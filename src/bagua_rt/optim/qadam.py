@@ -37,6 +37,7 @@ class QAdam(FrozenVarianceAdam):
         *,
         warmup_steps: int,
         decoupled_weight_decay: bool = False,
+        variance_floor: float = 0.0,
         error_feedback: bool = True,
         hierarchical: bool = False,
     ) -> None:
@@ -49,6 +50,7 @@ class QAdam(FrozenVarianceAdam):
             weight_decay,
             warmup_steps=warmup_steps,
             decoupled_weight_decay=decoupled_weight_decay,
+            variance_floor=variance_floor,
         )
 
     @property
