@@ -98,7 +98,7 @@ def recorded(ctx: RankContext, algorithm: AsyncModelAverage, how: str, seed: int
     [AsyncModelAverage(0.0), AsyncModelAverage(NEVER_S), AsyncModelAverage(0.0, hierarchical=True)],
     ids=repr,
 )
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_weights_are_those_of_the_simulation(
     pool: RankPool, world_size: int, algorithm: AsyncModelAverage
 ) -> None:

@@ -85,7 +85,7 @@ ALGORITHMS = (
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_weights_are_those_of_the_simulation(pool: RankPool, world_size: int, algorithm: LocalSGD) -> None:
     for how in ("plain", "accumulated"):
         seed = zoo.seed_of_today()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from typing import Any
 
 import numpy as np
@@ -249,8 +250,7 @@ def simulated(
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("warmup", [1, 2, 5])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "warmup"), [*itertools.product((1, 2, 3), (1, 2, 5)), (4, 1), (5, 2)])
 def test_both_stages_are_what_the_formulas_say(
     pool: RankPool, world_size: int, warmup: int, decoupled: bool
 ) -> None:

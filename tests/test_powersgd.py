@@ -80,7 +80,7 @@ def trained(
 
 
 @pytest.mark.parametrize(("rank", "hierarchical"), [(1, False), (2, False), (2, True), (3, False)])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_the_gradient_is_that_of_the_formulas(
     pool: RankPool, world_size: int, rank: int, hierarchical: bool
 ) -> None:

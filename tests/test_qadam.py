@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import partial
 from typing import Any
 
@@ -174,8 +175,7 @@ def trained(
 
 
 @pytest.mark.parametrize(("decoupled", "feedback"), [(False, True), (True, False)])
-@pytest.mark.parametrize("warmup", [1, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "warmup"), [*itertools.product((1, 2, 3), (1, 3)), (4, 1), (5, 3)])
 def test_both_stages_are_what_the_formulas_say(
     pool: RankPool, world_size: int, warmup: int, decoupled: bool, feedback: bool
 ) -> None:

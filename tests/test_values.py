@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_rt as bagua
-from tests.micro import KINDS, SIZES, group, on, wrap
+from tests.micro import KINDS, group, on, wrap
 from tests.ranks import RankContext, RankPool
 
 STEPS, BATCH = 5, 4
@@ -92,7 +92,7 @@ def values(ctx: RankContext, kind: str, name: str, seed: int) -> list[list[bytes
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_n_ranks_are_one_process_with_n_batches(
     pool: RankPool, world_size: int, name: str, kind: str
 ) -> None:
