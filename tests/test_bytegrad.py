@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import bagua_rt as bagua
 from tests import kernel_oracles as oracles
 from tests import zoo
-from tests.micro import group, on
+from tests.micro import caught, group, on
 from tests.ranks import RankContext, RankPool
 from tests.zoo import LR, SHAPES, Array, Trainer
 
@@ -167,6 +168,29 @@ def sparse(ctx: RankContext, names: list[str]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sparse_gradients_beside_compressed_ones_are_averaged(pool: RankPool, world_size: int) -> None:
     on(pool, world_size, sparse, ["bytegrad", "fourbit", "powersgd", "gradient_allreduce"])
+
+
+def refused(ctx: RankContext) -> list[tuple[str, str]]:
+    """Algorithms that don't communicate gradients, or only for as long as they warm up."""
+    with group(ctx):
+        embedding = torch.nn.Embedding(5, 3, sparse=True)
+        sgd = torch.optim.SGD(embedding.parameters(), 0.1)
+        slow = bagua.algorithms.AsyncModelAverage(warmup_steps=9)
+        adams = [
+            kind(embedding.parameters(), warmup_steps=9)
+            for kind in (bagua.optim.OneBitAdam, bagua.optim.QAdam)
+        ]
+        return [
+            caught(lambda: bagua.attach(embedding, sgd, slow)),
+            *(caught(partial(bagua.attach, embedding, adam)) for adam in adams),
+        ]
+
+
+def test_sparse_gradients_are_refused_at_attach_not_after_the_warm_up(pool: RankPool) -> None:
+    for found in on(pool, 2, refused):
+        for kind, text in found:
+            assert kind == "UsageError"
+            assert "the gradient of 'weight' is sparse" in text
 
 
 def sent(ctx: RankContext, numel: int) -> int:

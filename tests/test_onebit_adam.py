@@ -424,6 +424,27 @@ def bagua_plan(model: nn.Module) -> tuple[BucketPlan, ...]:
         return run.buckets
 
 
+def left(ctx: RankContext) -> bool:
+    """After close() the momentum is formed from the local gradient, as if never attached."""
+    with group(ctx):
+        trainer = Trainer(1, torch.float32)
+        for t in range(3):
+            trainer.step(ctx.rank, t, 5)
+        trainer.run.close()
+        model, optimizer = copy.deepcopy((trainer.model, trainer.optimizer))
+        for each, step in ((trainer.model, trainer.optimizer.step), (model, optimizer.step)):
+            each.zero_grad()
+            each.loss(ctx.rank, 3, 5).backward()
+            step()
+        return all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True)
+        )
+
+
+def test_after_close_no_momentum_of_others_is_left(pool: RankPool) -> None:
+    assert on(pool, 2, left) == [True, True]
+
+
 def foreign(ctx: RankContext) -> list[tuple[str, str]]:
     with group(ctx):
         model = Bowl(torch.float32)

@@ -63,6 +63,7 @@ class AsyncModelAverage(Algorithm):
 
 class _State(AlgorithmState):
     bit_equal = False
+    takes_sparse = False
 
     def __init__(self, context: Context, declaration: AsyncModelAverage) -> None:
         super().__init__(context)
@@ -71,10 +72,6 @@ class _State(AlgorithmState):
         self._buckets: tuple[Bucket, ...] = ()
         self._means: dict[int, torch.Tensor] = {}
         self.interval_s = float(declaration.interval_s)
-
-    @property
-    def sparse_scale(self) -> float:
-        return 1.0 / self.context.world_size
 
     def stage_wanted(self) -> int:
         return int(self._generations >= self._declaration.warmup_steps)

@@ -111,6 +111,9 @@ class AlgorithmState(ABC):
         """Factor applied to sparse gradients, which the runtime itself sums over ranks."""
         return self.scale
 
+    takes_sparse: bool = True
+    """May gradients be sparse, in every stage? They are refused at attach else."""
+
     interval_s: float | None = None
     """Least time between two rounds, with `LaunchOn.TIMER`; None for an algorithm that never launches so."""
 

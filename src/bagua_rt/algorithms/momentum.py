@@ -54,6 +54,8 @@ class MomentumState(AlgorithmState):
         UsageError: there isn't exactly one optimizer of the kind.
     """
 
+    takes_sparse = False
+
     def __init__(
         self, context: Context, name: str, optimizer: str, means: CompressedMeans, *, hierarchical: bool
     ) -> None:
@@ -71,10 +73,6 @@ class MomentumState(AlgorithmState):
         self._hierarchical = hierarchical
         self._buckets: tuple[Bucket, ...] = ()
         self._unused: frozenset[torch.Tensor] = frozenset()
-
-    @property
-    def sparse_scale(self) -> float:
-        return 1.0 / self.context.world_size
 
     def stage_wanted(self) -> int:
         return int(self._optimizer.variance_is_frozen)

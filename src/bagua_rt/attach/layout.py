@@ -101,10 +101,10 @@ class Layout:
         )
         self.state.setup(plan.buckets)
         self._pipeline.install(self.state, plan.buckets)
-        if plan.sparse and self.state.launch_on is not LaunchOn.GRADIENT_READY:
+        if plan.sparse and not (self.state.takes_sparse and self.state.launch_on is LaunchOn.GRADIENT_READY):
             raise UsageError(
                 f"the gradient of {names[plan.sparse[0]]!r} is sparse",
-                expected="dense gradients, for an algorithm that communicates just before the step",
+                expected="dense gradients, for an algorithm that doesn't communicate them in each backward",
                 fix="build the embedding with sparse=False, or use GradientAllReduce",
             )
 

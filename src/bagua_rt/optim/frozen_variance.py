@@ -210,4 +210,4 @@ class FrozenVarianceAdam(PairedOptimizer):
             correction2 = 1 - beta2 ** float(state["variance_steps"])
             if correction2 > 0:
                 denominator = (variance / correction2).sqrt_().add_(group["eps"])
-                param.addcdiv_(mean, denominator.masked_fill_(variance == 0, 1.0), value=-lr / correction1)
+                param.addcdiv_(mean, denominator, value=-lr / correction1)
