@@ -42,7 +42,7 @@ soak: .venv/dev  ## two minutes of random trainings with killed ranks; ARGS="--m
 bench: .venv/dev  ## every collective measured and checked; ARGS="--ranks 3 -e 64M", ARGS=--host, ARGS=--help
 	$(BIN)/python tools/comm_bench.py --ranks $(RANKS) $(ARGS)
 
-profile: .venv/dev  ## train a little with traces, and say where the time goes; ARGS="--size large --bucket-cap-mb 4"
+profile: .venv/dev  ## train a little with traces, and say where the time goes; ARGS="--size medium --bucket-cap-mb 4"
 	rm -rf build/traces
 	$(BIN)/python examples/train_gpt.py --ranks $(RANKS) --steps 60 --no-compare-ddp --trace build/traces $(ARGS)
 	$(BIN)/python tools/trace_report.py build/traces --merge build/traces.json

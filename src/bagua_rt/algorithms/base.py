@@ -120,6 +120,10 @@ class AlgorithmState(ABC):
     bit_equal: bool = True
     """Do all ranks hold the same bits after a step, given the same start?"""
 
+    cuts_freely: bool = False
+    """May buckets be cut anywhere? Yes where every generation communicates alike, and an element's result
+    depends on no other element; so a search for the best bucket size may change them."""
+
     def __init__(self, context: Context) -> None:
         self.context = context
 

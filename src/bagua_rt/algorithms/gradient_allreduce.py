@@ -31,6 +31,8 @@ class GradientAllReduce(Algorithm):
 
 
 class _State(AlgorithmState):
+    cuts_freely = True
+
     def __init__(self, context: Context, declaration: GradientAllReduce) -> None:
         super().__init__(context)
         self.scale = 1.0 / context.world_size if declaration.average else 1.0

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from bagua_rt.attach.join import Join
 from bagua_rt.attach.names import NamedTensors
 from bagua_rt.attach.refusals import no_background
 from bagua_rt.attach.resources import Resources
+from bagua_rt.autotune import Tuned
 from bagua_rt.bucket import BucketPlan
 from bagua_rt.config import RuntimeConfig
 from bagua_rt.errors import BaguaError, ClosedError, UsageError
@@ -322,6 +323,38 @@ class Attached:
             raise
         finally:
             engine.join = None
+
+    def autotune(
+        self, candidates_mb: Sequence[float] = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0), steps: int = 10
+    ) -> None:
+        """Search the bucket size with which steps take least time, in the steps to come; collective.
+
+        Each size is in force twice for `steps` + 1 steps, then the fastest stays; the present one, where none
+        beats it by 2 %. Training goes on meanwhile. Sums are those of the same numbers; on three ranks and
+        more their order, so their last bits, may depend on the size, as with ``bucket_cap_mb``. A switch()
+        ends the search.
+
+        Args:
+            candidates_mb: Most MiB in a bucket, to be tried beside the present ``bucket_cap_mb``.
+            steps: Steps that each size is measured for.
+
+        Raises:
+            UsageError: the algorithm's results depend on the buckets, there is nothing to choose from, an
+                argument is not usable, or a search is under way; on every rank, if on one.
+            LayoutMismatchError: the ranks' arguments differ, or they are out of step.
+        """
+        attachment = self._open()
+        engine, control = attachment.engine, attachment.resources.control
+        engine.halt(takes=False)
+        search = on_all_ranks("autotune()", control, lambda: engine.layout.new_search(candidates_mb, steps))
+        agree_on([("autotune()", f"{candidates_mb}, {steps}"), *engine.accord.describe()], control)
+        engine.layout.search = search
+
+    @property
+    def tuned(self) -> Tuned | None:
+        """What `autotune` has found; None while it searches, or was never asked to."""
+        search = self._attachment.engine.layout.search
+        return None if search is None else search.found
 
     def statistics(self) -> Statistics:
         """Totals since attach; see bagua_rt.trace for the definitions."""

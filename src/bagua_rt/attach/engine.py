@@ -95,6 +95,7 @@ class Engine:
 
     def replace_state(self, state: AlgorithmState) -> None:
         """Go on with another algorithm's state; no weights are moved. As `Layout.replace_state`."""
+        self.layout.stop_search()
         self.layout.replace_state(state)
         self.background.is_paused = False
         self._step_is_due = False
@@ -151,25 +152,13 @@ class Engine:
         self.layout.enter_stage()
         if self.join is not None and not self.is_in_step:
             raise refusals.join_out_of_step()
-        if (
-            self.accord.generation == 1
-            and not self.layout.has_ready_order
-            and self.state.source == "gradient"
-        ):
-            self.layout.adopt_ready_order(self.ready_order)
+        with self.accord.fatal():
+            self.layout.improve(self.accord.generation, self.ready_order)
         self._step_error = None
         self._step_is_due = False
         number = self.accord.generation if self.is_in_step else self.generations
         communicates = self.state.begin_generation(number)
-        generation = Generation(
-            self.buckets,
-            len(self.layout.params),
-            self.state.launch_on,
-            communicates,
-            plan_is_confirmed=self.layout.is_confirmed,
-        )
-        generation.versions = [self.layout.params[i]._version for i in self.layout.plan.order]
-        self._generation = generation
+        generation = self._generation = Generation(self.layout, communicates=communicates)
         if communicates and generation.launch_on in (LaunchOn.GRADIENT_READY, LaunchOn.FORWARD):
             self.pipeline.begin()
             if generation.launch_on is LaunchOn.FORWARD:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from bagua_rt.algorithms.base import LaunchOn
 from bagua_rt.attach.backward import EndOfBackward
-from bagua_rt.bucket import Bucket
+
+if TYPE_CHECKING:
+    from bagua_rt.attach.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -43,24 +44,16 @@ class Generation:
         versions: For each parameter in the plan's order, its version counter when the generation opened.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        count: int,
-        launch_on: LaunchOn,
-        communicates: bool,
-        *,
-        plan_is_confirmed: bool,
-    ) -> None:
-        self.launch_on = launch_on
+    def __init__(self, layout: Layout, *, communicates: bool) -> None:
+        self.launch_on = layout.state.launch_on
         self.communicates = communicates
-        self.launches_in_backward = communicates and launch_on is LaunchOn.GRADIENT_READY
-        self.stages_early = self.launches_in_backward and plan_is_confirmed
+        self.launches_in_backward = communicates and self.launch_on is LaunchOn.GRADIENT_READY
+        self.stages_early = self.launches_in_backward and layout.is_confirmed
         self.full = -1
-        self.seen = [False] * count
+        self.seen = [False] * len(layout.params)
         self.order: list[int] = []
-        self.pending = [len(bucket.params) for bucket in buckets]
-        self.staged = [False] * len(buckets)
+        self.pending = [len(bucket.params) for bucket in layout.plan.buckets]
+        self.staged = [False] * len(layout.plan.buckets)
         self.end: EndOfBackward | None = None
         self.nonfinite: list[int] = []
-        self.versions: list[int] = []
+        self.versions = [layout.params[i]._version for i in layout.plan.order]

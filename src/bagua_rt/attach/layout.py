@@ -7,18 +7,21 @@ enters another stage, and when it is replaced. Each time gradients leave the old
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
+from bagua_rt.attach import refusals
 from bagua_rt.attach.agreement import on_all_ranks
 from bagua_rt.attach.generation import Options
 from bagua_rt.attach.gradients import Gradients
 from bagua_rt.attach.plan import Plan
 from bagua_rt.attach.sparse import SparseGradients
 from bagua_rt.attach.watch import ParameterWatch
+from bagua_rt.autotune import BucketSizeSearch
 from bagua_rt.control import Control
 from bagua_rt.errors import UsageError
 from bagua_rt.scheduler import Pipeline
@@ -47,7 +50,9 @@ class Layout:
         gradients: Moves gradients between parameters and buckets.
         sparse: Adds up sparse gradients.
         is_confirmed: Has a ledger shown that all ranks have this plan? Not yet, after a change on this rank.
+        cap_bytes: Most bytes in a bucket.
         has_ready_order: Is the plan in the order in which gradients become ready?
+        search: The search for the best bucket size, if there was one.
         on_new_parameters: Told of parameters that take part for the first time.
     """
 
@@ -67,12 +72,14 @@ class Layout:
         self.stage = state.stage_wanted()
         self.has_ready_order = False
         self.is_confirmed = True
+        self.search: BucketSizeSearch | None = None
         self.on_new_parameters: Callable[[Sequence[int]], None] | None = None
         self._watch = watch
         self._context = context
         self._pipeline = pipeline
         self._control = control
         self._options = options
+        self.cap_bytes = options.cap_bytes
         self.plan = self._planned(list(reversed(watch.trainable())))
         self._install()
 
@@ -83,8 +90,8 @@ class Layout:
             self.params,
             order,
             sparse,
-            cap_bytes=self._options.cap_bytes,
-            first_cap_bytes=self._options.first_cap_bytes,
+            cap_bytes=self.cap_bytes,
+            first_cap_bytes=min(self.cap_bytes, self._options.first_cap_bytes),
             alignment=self.state.alignment(),
             lanes=len(self._context.communicators.lanes),
         )
@@ -151,9 +158,57 @@ class Layout:
     def use_order(self, order: Sequence[int]) -> None:
         """Plan for gradients that come in `order`; what the algorithm remembers goes along."""
         if tuple(order) != self.plan.order:
-            saved = self.state.state_dict()
-            self._replan(order)
-            self.state.load_state_dict(saved)
+            self._replan_keeping_state(order)
+
+    def use_cap(self, cap_bytes: int) -> None:
+        """Plan for buckets of another size; what the algorithm remembers goes along."""
+        self.cap_bytes = cap_bytes
+        self._replan_keeping_state(self.plan.order)
+
+    def _replan_keeping_state(self, order: Sequence[int]) -> None:
+        saved = self.state.state_dict()
+        self._replan(order)
+        self.state.load_state_dict(saved)
+
+    def improve(self, generation: int, ready_order: Sequence[int]) -> None:
+        """Before a generation: plan by what those before have shown. Collective now and then.
+
+        Args:
+            generation: Its number.
+            ready_order: The order in which this rank's gradients became ready in the last one.
+
+        Raises:
+            CollectiveError: a rank did not take part.
+        """
+        if generation == 1 and not self.has_ready_order and self.state.source == "gradient":
+            self.adopt_ready_order(ready_order)
+        elif self.search is not None and self.search.found is None:
+            self.search.step()
+
+    def new_search(self, candidates_mb: Sequence[float], steps: int) -> BucketSizeSearch:
+        """A search for the best bucket size, among the dense tensors of this plan.
+
+        Raises:
+            UsageError: it can't be.
+        """
+        if not self.state.cuts_freely:
+            raise refusals.buckets_matter()
+        if self.search is not None and self.search.found is None:
+            raise refusals.search_under_way()
+        return BucketSizeSearch(
+            [slot.spec.nbytes for bucket in self.plan.buckets for slot in bucket.plan.slots],
+            self.cap_bytes,
+            candidates_mb,
+            steps,
+            use=self.use_cap,
+            agree=partial(self._control.agree, "the bucket size"),
+        )
+
+    def stop_search(self) -> None:
+        """End a search that is under way: the size is as it was before."""
+        if self.search is not None and self.search.found is None:
+            self.search.cancel()
+            self.search = None
 
     def adopt_ready_order(self, mine: Sequence[int]) -> None:
         """Plan by the order in which rank 0's gradients really became ready. Collective.

@@ -75,6 +75,24 @@ def join_out_of_step() -> UsageError:
     )
 
 
+def buckets_matter() -> UsageError:
+    """A search for the best bucket size, where the size would change what is learned."""
+    return UsageError(
+        "autotune() can't change the buckets: this algorithm's results depend on how they are cut",
+        expected="an algorithm whose state says cuts_freely, as gradient_allreduce",
+        fix="choose bucket_cap_mb at attach()",
+    )
+
+
+def search_under_way() -> UsageError:
+    """A second search, before the first has ended."""
+    return UsageError(
+        "autotune() is under way already",
+        expected="one search at a time",
+        fix="wait until run.tuned is there",
+    )
+
+
 def no_background(name: str) -> UsageError:
     """pause() or resume() of an algorithm whose rounds all belong to a step."""
     return UsageError(
