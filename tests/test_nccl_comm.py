@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from bagua_rt.backends import _nccl_comm
 from bagua_rt.backends import _nccl_functions as functions
 from bagua_rt.backends._nccl import NcclStatusError
+from bagua_rt.backends._nccl_comm import NcclComm
 from bagua_rt.errors import ClosedError, CollectiveTimeoutError
 from tests import fake_nccl
 from tests.fake_nccl import CHILD, COMM, UNIQUE_ID, Fake
@@ -161,6 +163,39 @@ class TestEnd:
             comm.poll()
         with pytest.raises(ClosedError):
             comm.send(SEND, 1, FLOAT32, 0, STREAM)
+
+    def test_nothing_is_destroyed_unless_finalizing_has_ended_well(self, fake: Fake) -> None:
+        comm = fake.comm()
+        fake.answer(functions.IN_PROGRESS, polls=3, final=functions.REMOTE_ERROR)
+        with pytest.raises(NcclStatusError, match="ncclRemoteError"):
+            comm.close(5)
+        assert fake.calls() == [f"ncclCommFinalize {COMM}"]
+        assert comm.handle == COMM
+
+    def test_what_nccl_may_still_write_to_is_never_freed(self, fake: Fake) -> None:
+        calls: list[Callable[[NcclComm], object]] = [
+            lambda comm: comm.split(0, 0, 0.02),
+            lambda comm: comm.shrink([0], 0.02),
+            lambda comm: comm.window_register(SEND, 64, 0, 0.02),
+        ]
+        for call in calls:
+            kept, comm = len(_nccl_comm._abandoned_outputs), fake.comm()
+            fake.answer(functions.IN_PROGRESS, polls=10**9)
+            with pytest.raises(CollectiveTimeoutError):
+                call(comm)
+            assert len(_nccl_comm._abandoned_outputs) == kept + 1
+            fake.reset()
+
+    def test_a_poll_never_runs_beside_a_thread_inside(self, fake: Fake) -> None:
+        comm = fake.comm()
+        fake.block(300)
+        thread = threading.Thread(target=comm.all_reduce, args=(SEND, RECV, 1, FLOAT32, SUM, STREAM))
+        thread.start()
+        while thread.is_alive() and not fake.inside:
+            time.sleep(0.001)
+        assert comm.poll()
+        assert not fake.inside
+        thread.join()
 
     def test_after_revoke_no_finalize(self, fake: Fake) -> None:
         comm = fake.comm()

@@ -51,6 +51,9 @@ def abort_goes_on(ctx: RankContext, backend: str) -> None:
             untouched = w.tensor([0.0])
             w.device.run(w.lanes[0], lambda: untouched.add_(1))
             event = w.device.record(w.lanes[0])
+            third = w.device.new_stream("third")
+            w.device.wait(third, event)
+            beyond = w.device.record(third)
             time.sleep(0.2)
             begin = time.monotonic()
             w.comm.abort()
@@ -61,8 +64,10 @@ def abort_goes_on(ctx: RankContext, backend: str) -> None:
                     work.wait(5)
                 assert work.is_done()
             queued.wait()
-            with pytest.raises(CollectiveError, match="aborted"):
-                w.device.synchronize(event, 5)  # the bucket behind it is not right
+            for point in (event, beyond):
+                with pytest.raises(CollectiveError, match="aborted"):
+                    w.device.synchronize(point, 5)  # the bucket behind it is not right
+            w.device.close_stream(third)
             if w.device.host_is_compute:  # a device runs it, on whatever it finds: the event says so
                 assert untouched.item() == 0
             with pytest.raises(CollectiveError, match="aborted"):
@@ -109,6 +114,7 @@ def dies(ctx: RankContext, backend: str) -> str:
         u = w.tensor([1.0])
         rest.all_reduce_(u, "sum").wait()
         assert u.item() == w.size - 1
+        assert behind.item() == 0
         rest.close()
         return str(caught.value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -46,6 +47,26 @@ def order(ctx: RankContext, backend: str) -> None:
         if not d.host_is_compute:
             d.synchronize(joined)
         assert d.query(joined)
+
+
+def alive_until_run(ctx: RankContext, backend: str) -> None:
+    """What is queued lives, with the tensors that it holds, until it has run, and no longer."""
+    with world(ctx, backend) as w:
+        d, lane, gate = w.device, w.lanes[0], threading.Event()
+        w.hold(lane, gate)
+        fn = partial(w.tensor([1.0]).add_, 1)
+        given = weakref.ref(fn)
+        d.run(lane, fn)
+        event = d.record(lane)
+        del fn
+        assert given() is not None
+        gate.set()
+        d.synchronize(event)
+        d.synchronize(d.record(lane))
+        deadline = time.monotonic() + 5
+        while given() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert given() is None
 
 
 def times(ctx: RankContext, backend: str) -> None:
@@ -230,7 +251,7 @@ def lanes_do_not_mix(ctx: RankContext, backend: str) -> None:
                 assert t.eq(k * w.size + sum(range(w.size))).all()
 
 
-@pytest.mark.parametrize("fn", [order, times, deadlines, new_streams, foreign])
+@pytest.mark.parametrize("fn", [order, alive_until_run, times, deadlines, new_streams, foreign])
 def test_streams(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
     pools(1).run(fn, backend)
 
