@@ -5,7 +5,8 @@ of tests/emulator in its no-op mode, or others by --libraries. Tensors are the C
 
 Two processes are the two ranks. The calls are measured on rank 0 while rank 1 sleeps; the training step, and
 a bucket's way through the event loop, on both at once, which wants four free cores. The first row is the
-yardstick: on the machine that the bars are for it takes 0.37 us.
+yardstick: on the machine that the bars are for it takes 0.37 us. So on any other machine compare multiples of
+the yardstick: the best round of a row over the yardstick's best round, and the bar over 0.37 us.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ RANK, STORE = "COMM_BENCH_RANK", "COMM_BENCH_STORE"
 CALLS, ROUNDS = 100, 200
 BUCKETS, WIDTH, STEPS = 100, 64, 100
 YARDSTICK = "ncclAllReduce by ctypes, its arguments converted before (the yardstick)"
+YARDSTICK_US = 0.37  # on the machine that the bars are for
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Cost:
     other_us: float
     other: str = "best"
     bar_us: float | None = None
+
+    def in_yardsticks(self, yardstick_us: float) -> str:
+        """What it costs, and what it should: in yardsticks of this machine, and of the bars'."""
+        found = f"{(self.other_us if self.other == 'best' else self.us) / yardstick_us:,.1f}"
+        return found if self.bar_us is None else f"{found} (bar {self.bar_us / YARDSTICK_US:,.1f})"
 
 
 class HostTorch:
@@ -290,13 +297,14 @@ def tell(found: list[Cost], json_path: Path | None) -> None:
     load = os.getloadavg()[0]
     table = Table(box=box.SIMPLE_HEAD, caption=f"microseconds; load {load:.1f} on {os.cpu_count()} cores")
     table.add_column("")
-    for column in ("median", "best", "bar"):
+    yardstick_us = next(each.other_us for each in found if each.name == YARDSTICK)
+    for column in ("median", "best", "bar", "in yardsticks"):
         table.add_column(column, justify="right")
     for each in found:
         bar = "" if each.bar_us is None else f"{each.bar_us:g}"
         other = f"{each.other_us:,.2f}" + (f" ({each.other})" if each.other != "best" else "")
-        table.add_row(each.name, f"{each.us:,.2f}", other, bar)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        table.add_row(each.name, f"{each.us:,.2f}", other, bar, each.in_yardsticks(yardstick_us))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     if json_path is not None:
         about = {"load": load, "cores": os.cpu_count(), "torch": torch.__version__, "python": sys.version}
         figures = {**about, "rows": [asdict(each) for each in found]}
