@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -98,11 +98,15 @@ class Round:
         error: What stopped the launches.
         ready: For each bucket, the event at which its contents are in place.
         done: For each bucket, the event at which its communication is complete.
+        last: The last bucket of each lane: its event is behind those of all others there.
         launched_us: For each bucket, when it was launched: host clock, microseconds.
         is_timed: Do the events of its buckets have a time?
     """
 
-    def __init__(self, number: int, bucket_count: int, purpose: str = "", *, is_timed: bool = False) -> None:
+    def __init__(
+        self, number: int, lanes: Sequence[int], purpose: str = "", *, is_timed: bool = False
+    ) -> None:
+        bucket_count = len(lanes)
         self.number = number
         self.purpose = purpose
         self.is_timed = is_timed
@@ -110,9 +114,22 @@ class Round:
         self.error: Exception | None = None
         self.ready: list[Event | None] = [None] * bucket_count
         self.done: list[Event | None] = [None] * bucket_count
+        self.last = tuple({lane: index for index, lane in enumerate(lanes)}.values())
         self.launched_us = [0.0] * bucket_count
         if bucket_count == 0:
             self.launched.set()
+
+    def ends(self) -> Iterator[Event]:
+        """The last event of each lane: the round is complete when these are.
+
+        Raises:
+            InternalError: a bucket was not launched.
+        """
+        for index in self.last:
+            event = self.done[index]
+            if event is None:
+                raise InternalError("a bucket was not launched though its round was complete")
+            yield event
 
 
 class Pipeline:
@@ -143,6 +160,7 @@ class Pipeline:
         self._name = name
         self._state: AlgorithmState | None = None
         self._buckets: tuple[Bucket, ...] = ()
+        self._lanes: tuple[int, ...] = ()
         self._order = LaunchOrder(())
         self._round: Round | None = None
         self._unconfirmed: tuple[Round, float, float] | None = None
@@ -160,7 +178,8 @@ class Pipeline:
             raise InternalError("buckets were changed while a round was open")
         self._state = state
         self._buckets = tuple(buckets)
-        self._order = LaunchOrder([bucket.plan.lane for bucket in buckets])
+        self._lanes = tuple(bucket.plan.lane for bucket in buckets)
+        self._order = LaunchOrder(self._lanes)
 
     @property
     def busy_us(self) -> float:
@@ -175,7 +194,7 @@ class Pipeline:
     def begin(self) -> None:
         """Open a round."""
         self.confirm()
-        self._round = Round(self._next_number, len(self._buckets), is_timed=self.is_timed)
+        self._round = Round(self._next_number, self._lanes, is_timed=self.is_timed)
         self._next_number += 1
         self._order.begin()
 
@@ -269,7 +288,7 @@ class Pipeline:
         (round_, began, ended), self._unconfirmed = self._unconfirmed, None
         patience = self._control.patience(lambda: self._where(round_))
         try:
-            for done in filter(None, round_.done):
+            for done in round_.ends():
                 if not self._is_good(done):
                     self._until(partial(self._is_complete, round_, done, patience), patience)
         except BaguaError as error:
@@ -284,9 +303,7 @@ class Pipeline:
         if round_.error is not None:
             raise self._described(round_, round_.error, patience) from round_.error
         compute = self._device.compute_stream()
-        for done in round_.done:
-            if done is None:
-                raise InternalError("a bucket was not launched though its round was complete")
+        for done in round_.ends():
             if self._device.host_is_compute:
                 is_complete = partial(self._is_complete, round_, done, patience)
                 self._until(is_complete, patience, while_waiting)
@@ -351,7 +368,7 @@ class Pipeline:
         **Stream:** on the lane, behind what the calling thread has queued on its compute stream.
         """
         self.raise_failure()
-        round_ = Round(self._next_number, 1, purpose)
+        round_ = Round(self._next_number, (0,), purpose)
         lane = self._communicators.lanes[0]
         ready = self._device.record(self._device.compute_stream())
 
