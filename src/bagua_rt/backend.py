@@ -122,7 +122,7 @@ class Device(Protocol):
 
 
 class Views(tuple["torch.Tensor", ...]):  # noqa: SLOT001 - a tuple can't have both slots and notes
-    """The views of a bucket. Their shapes, strides and dtypes never change.
+    """The views of a bucket. Their shapes, strides, dtypes and places in memory never change.
 
     Attributes:
         notes: What kernels have worked out about them, for as long as they live.

@@ -109,7 +109,9 @@ class PreparedCalls:
         return info.estimatedTime
 
     def _add(self, name: str, arguments: tuple[int, ...]) -> None:
-        self._calls.append((name, self._comm._converted(name, arguments)))
+        comm = self._comm
+        call = comm._remembered.get((name, arguments)) or comm._converted(name, arguments)
+        self._calls.append((name, call))
 
     def _finish(self) -> None:
         if len(self._calls) == 1:

@@ -6,9 +6,9 @@ source, address of the target, number of elements, and how many tiles come befor
 [Note: tables are kept]
     A trainer copies the same memory in each step, and to look at a tensor costs the host ten times what its
     row costs the device. So the tables of a bucket's `Views` stay with them, one for each set of addresses on
-    a stream, and are found by these. The addresses don't say everything, so the other tensors' dtypes and
-    strides are compared as well; their shapes are those of the views, by contract, and the views' own dtypes
-    and strides never change.
+    a stream, and are found by those of the other tensors. The addresses don't say everything, so these
+    tensors' dtypes and strides are compared as well; their shapes are those of the views, by contract, and
+    of the views nothing ever changes.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Copies:
         self._launch, self._config = core.launch, core.LaunchConfig
         self._tables = _Tables(device)
         self._variants: dict[tuple[object, ...], Variant] = {}
+        self._configs: dict[int, Any] = {}
 
     def copy(
         self,
@@ -77,7 +78,8 @@ class Copies:
                     launch(*scales)
             except Exception as error:
                 raise cuda_error(f"the launch of {operation}", error) from error
-            self._device.record_holding(stream, (tuple(tensors), tuple(views), prepared))
+            kept = views if isinstance(views, Views) else tuple(views)
+            self._device.record_holding(stream, (tuple(tensors), kept, prepared))
             prepared.is_recorded = True
         if others := prepared.others:
             self._device.run(stream, lambda: _copy_by_torch(others, scale))
@@ -91,18 +93,18 @@ class Copies:
         stream: CudaStream,
     ) -> _Prepared:
         """What was prepared for these addresses before, or now ([Note: tables are kept])."""
-        places = tuple(map(_ADDRESS, tensors)), tuple(map(_ADDRESS, views))
-        key = operation, stream, scale == 1.0, *places  # what is in place already is only scaled
-        known: _Prepared | None = views.notes.get(key)
-        if known is not None and known.fits(tensors):
-            return known
-        prepared = self._prepare(operation, tensors, views, scale, stream)
-        if len(views.notes) >= _KEPT_TABLES:
-            views.notes.clear()
-        if not prepared.others:
-            prepared.keep_for(tensors)
-            views.notes[key] = prepared
-        return prepared
+        # Views stay where they are; what is in place already is only scaled.
+        key = operation, stream, scale == 1.0, *map(_ADDRESS, tensors)
+        notes, kinds = views.notes, (*map(_DTYPE, tensors), *map(_STRIDE, tensors))
+        known: _Prepared | None = notes.pop(key, None)
+        if known is None or known.kinds != kinds:
+            known = self._prepare(operation, tensors, views, scale, stream)
+            known.kinds = kinds
+            if len(notes) >= _KEPT_TABLES:
+                del notes[next(iter(notes))]  # what was not used for longest
+        if not known.others:
+            notes[key] = known
+        return known
 
     def _prepare(
         self,
@@ -130,7 +132,10 @@ class Copies:
         for pair, rows in rows_of.items():
             table, tiles = self._tables.put(array("q", chain.from_iterable(rows)), stream), _tiles(rows[-1])
             prepared.tables.append(table)
-            config = self._config(grid=self._blocks(tiles), block=THREADS)
+            blocks = self._blocks(tiles)
+            config = self._configs.get(blocks)
+            if config is None:
+                config = self._configs[blocks] = self._config(grid=blocks, block=THREADS)
             kernel = self._cache.kernel(self._variant(operation, pair))
             numbers = table.address, len(rows), tiles
             prepared.launches.append(partial(self._launch, stream.raw, config, kernel, *numbers))
@@ -152,6 +157,7 @@ class _Prepared:
         launches: One for each pair of dtypes; they take the scale.
         others: Pairs that no kernel is for: source and target.
         tables: What the launches read.
+        kinds: The dtypes and strides of the tensors, which must be these for it to be used again.
         is_recorded: Is an event recorded behind its launches? Then it lives until they have run.
     """
 
@@ -160,21 +166,12 @@ class _Prepared:
         self.others: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.tables: list[_Table] = []
         self.is_recorded = False
-        self._dtypes: tuple[torch.dtype, ...] = ()
-        self._strides: tuple[tuple[int, ...], ...] = ()
+        self.kinds: tuple[object, ...] = ()
         self._pool = pool
 
     def __del__(self) -> None:
         if self.is_recorded:  # else the device may still read them: nobody knows for how long
             self._pool.take_back(self.tables)
-
-    def keep_for(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note what `fits` compares."""
-        self._dtypes, self._strides = tuple(map(_DTYPE, tensors)), tuple(map(_STRIDE, tensors))
-
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Is it for `tensors`, which have the same addresses ([Note: tables are kept])?"""
-        return self._dtypes == tuple(map(_DTYPE, tensors)) and self._strides == tuple(map(_STRIDE, tensors))
 
 
 def _tiles(row: tuple[int, int, int, int]) -> int:
@@ -212,6 +209,7 @@ class _Table(NamedTuple):
 
     host: Any
     device: Any
+    words: memoryview
     host_address: int
     address: int
     size_bytes: int
@@ -230,15 +228,14 @@ class _Tables:
 
         **Stream:** the copy is queued on `stream`, from pinned memory, so the host doesn't wait for it.
         """
-        address, length = rows.buffer_info()
-        used_bytes, size_bytes = length * rows.itemsize, _SMALLEST_TABLE_BYTES
+        used_bytes, size_bytes = len(rows) * rows.itemsize, _SMALLEST_TABLE_BYTES
         while size_bytes < used_bytes:
             size_bytes *= 2
         try:
             table = self._spare.setdefault(size_bytes, []).pop()
         except IndexError:
             table = self._new(size_bytes, stream)
-        ctypes.memmove(table.host_address, address, used_bytes)
+        table.words[: len(rows)] = memoryview(rows)  # no ctypes.memmove, which would let another thread in
         (status,) = self._driver.cuMemcpyHtoDAsync(
             table.address, table.host_address, used_bytes, stream.handle
         )
@@ -257,4 +254,6 @@ class _Tables:
             device = self._device.raw.allocate(size_bytes, stream=stream.raw)
         except Exception as error:
             raise cuda_error("the allocation of a table", error) from error
-        return _Table(host, device, int(host.handle), int(device.handle), size_bytes)
+        address = int(host.handle)
+        words = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B").cast("q")
+        return _Table(host, device, words, address, int(device.handle), size_bytes)

@@ -132,7 +132,8 @@ class CudaDevice:
 
     def record_holding(self, stream: CudaStream, holds: object, *, timed: bool = False) -> CudaEvent:
         """Record an event that keeps `holds` alive until it completes ([Note: alive until its event])."""
-        self.require_open(stream)
+        if stream.is_closed or self._refusal is not None or not self.entered.once:
+            self.require_open(stream)
         event = TimedEvent() if timed else CudaEvent()  # [Note: made without __init__]
         event.behind = stream.before()
         event.owner = None

@@ -116,7 +116,10 @@ class CudaEvent:
                 self.raw = stream.events.spare.pop()
             except IndexError:
                 self.raw = stream.events.make()
-        stream.record(self.raw)
+        try:
+            stream.raw.record(self.raw)
+        except Exception as error:
+            raise cuda_error("cuEventRecord", error) from error
         self.stream = stream
         self.sequence = sequence
         self.failure = None
@@ -228,7 +231,9 @@ class CudaStream:
         """The operations that what is queued now is behind, as far as it matters."""
         if self._others:
             self._others = tuple([event for event in self._others if event.matters()])
-        owner = None if self._owner is None else self._owner()
+        if self._owner is None:
+            return self._others
+        owner = self._owner()
         latest = None if owner is None else owner.latest[self]
         return self._others if latest is None or not latest.matters() else (*self._others, latest)
 
