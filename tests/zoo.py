@@ -214,8 +214,11 @@ def members_of_nodes(world_size: int) -> list[list[int]]:
 
 
 def odd_models(ctx: RankContext, algorithm: bagua.Algorithm, seed: int, tolerance: float) -> list[bytes]:
-    """Train the model with everything odd in it; compare with plain averaging within `tolerance`."""
-    with group(ctx):
+    """Train the model with everything odd in it; compare with plain averaging within `tolerance`.
+
+    Two ranks are one node here, three are nodes of unequal sizes.
+    """
+    with group(ctx, **(nodes(ctx) if ctx.world_size > 2 else {})):
         found = []
         for chosen in (algorithm, bagua.GradientAllReduce()):
             trainer = Trainer(

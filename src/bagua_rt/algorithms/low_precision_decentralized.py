@@ -132,6 +132,11 @@ class _Ring:
         x.copy_(self.agreed)
 
 
+def _is_coded(bucket: Bucket) -> bool:
+    """Does it go round the ring? What the codec can't carry is averaged over all ranks."""
+    return bool(bucket.plan.numel) and bucket.plan.dtype in CODEC_DTYPES
+
+
 class _State(AlgorithmState):
     source = "weight"
     launch_on = LaunchOn.STEP_POST
@@ -155,7 +160,7 @@ class _State(AlgorithmState):
         self._rings = {
             b.index: _Ring(b.flat, b.plan.numel, ring, sizes, kernels)
             for b in buckets
-            if ring is not None and ring.world_size > 1 and b.plan.numel and b.plan.dtype in CODEC_DTYPES
+            if ring is not None and ring.world_size > 1 and _is_coded(b)
         }
         self._is_synchronised = False
 
@@ -171,7 +176,9 @@ class _State(AlgorithmState):
         return True
 
     def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
-        if self._declaration.hierarchical:
+        if not _is_coded(bucket):
+            self._average(bucket, stream)
+        elif self._declaration.hierarchical:
             hierarchical_(
                 bucket.flat,
                 self.context.communicators,
@@ -182,15 +189,16 @@ class _State(AlgorithmState):
             self._turn(bucket, comm, stream)
 
     def _turn(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
-        kernels, device = self.context.kernels, self.context.device
-        if ring := self._rings.get(bucket.index):
-            if not self._is_synchronised:
-                ring.synchronise(comm, stream)
-            ring.turn(bucket.flat, comm, kernels, device, stream)
-        else:  # a dtype that the codec can't carry: the mean over all ranks
-            share = 1.0 / self.context.world_size / self.scale
-            device.run(stream, lambda: bucket.flat.mul_(share))
-            sum_(bucket.flat, self.context, stream)
+        ring = self._rings[bucket.index]
+        if not self._is_synchronised:
+            ring.synchronise(comm, stream)
+        ring.turn(bucket.flat, comm, self.context.kernels, self.context.device, stream)
+
+    def _average(self, bucket: Bucket, stream: Stream) -> None:
+        """Take the mean over all ranks, of what was staged for a mean over the node."""
+        share = 1.0 / self.context.world_size / self.scale
+        self.context.device.run(stream, lambda: bucket.flat.mul_(share))
+        sum_(bucket.flat, self.context, stream, hierarchical=self._declaration.hierarchical)
 
     def commit(self) -> None:
         self._is_synchronised = True
