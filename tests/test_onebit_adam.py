@@ -27,7 +27,11 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.0, "eps": 1e-6, "variance_floor": 0.4},
 )
 FROZEN_ELEMENTS = 4  # of "b": they never have a gradient
-UNUSED = {"t": (1, 3, 4), "w": (3,)}  # with "sometimes": in which steps a parameter is in no rank's loss
+UNUSED = {
+    "t": (1, 3, 4),
+    "w": (3,),
+    "s": (0, 1),
+}  # with "sometimes": in which steps a parameter is in no rank's loss
 
 
 def target(name: str, rank: int, step: int, seed: int) -> np.ndarray[Any, Any]:
@@ -82,7 +86,7 @@ class Trainer:
         self.run = bagua.attach(self.model, self.optimizer, bucket_cap_mb=cap_mb, find_unused_parameters=True)
 
     def step(self, rank: int, step: int, seed: int, how: str = "plain") -> None:
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=how != "sometimes" or step < 2)  # after the warm-up zeros stay
         if how == "closure":
 
             def closure() -> float:
@@ -168,6 +172,8 @@ class Simulation:
             b1, b2 = own["betas"]
             if self.decoupled:
                 self.x[name] = self.x[name] * (1 - own["lr"] * own["weight_decay"])
+            if not v_steps:  # its first gradient came after the warm-up
+                continue
             root = np.sqrt(self.v[name] / (1 - b2**v_steps)) + own["eps"]
             self.x[name] = self.x[name] - own["lr"] / (1 - b1 ** self.steps[name]) * self.m[name] / root
         for name, v in self.v.items():
@@ -394,6 +400,7 @@ def test_a_gradient_scaler_skips_on_all_ranks_or_none(
         ({"warmup_steps": 1, "eps": -1e-9}, "eps is out of range"),
         ({"warmup_steps": 1, "weight_decay": -0.1}, "weight_decay is out of range"),
         ({"warmup_steps": 1, "variance_floor": 1.5}, "variance_floor is out of range"),
+        ({"warmup_steps": 1, "settled_ratio": 1.0}, "settled_ratio is out of range"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
@@ -417,6 +424,33 @@ def test_without_attach_it_is_the_world_of_one_rank() -> None:
         np.testing.assert_allclose(param.detach(), simulation.x[name], rtol=1e-9)
     twin = copy.deepcopy(optimizer)
     assert twin.completed_steps == 5
+
+
+@pytest.mark.parametrize("warmup", [1, 14])
+def test_the_warm_up_goes_on_until_the_variance_has_settled(warmup: int) -> None:
+    sizes = [2.0, 1.0, *[0.5] * 24]
+    params = [torch.zeros(3, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    groups = [{"params": params[:1], "betas": (0.9, 0.75)}, {"params": params[1:], "betas": (0.9, 0.5)}]
+    optimizer = bagua.optim.OneBitAdam(groups, warmup_steps=warmup, settled_ratio=0.9)
+    v, sums, right = [0.0, 0.0], [0.0], False
+    for t, size in enumerate(sizes, 1):
+        assert optimizer.variance_is_frozen is right, t
+        for k, (beta2, count) in enumerate(((0.75, 3), (0.5, 2))):
+            v[k] = beta2 * v[k] + (1 - beta2) * size**2 * count
+        if t % 4 == 0:  # 1/(1 - 0.75)
+            sums.append(v[0] / (1 - 0.75**t) + v[1] / (1 - 0.5**t))
+            right = right or (t >= warmup and min(sums[-2:]) >= 0.9 * max(sums[-2:]) > 0)
+        for param in params:
+            param.grad = torch.full_like(param, size)
+        optimizer.step()
+        if t == 9:  # what it has seen is in a checkpoint
+            state = optimizer.state_dict()
+            optimizer = copy.deepcopy(optimizer)
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            optimizer.load_state_dict(state)
+    assert right
+    assert optimizer.variance_is_frozen
+    assert sums[2] < 0.9 * sums[1], "it hadn't, at first"
 
 
 def bagua_plan(model: nn.Module) -> tuple[BucketPlan, ...]:

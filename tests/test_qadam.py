@@ -261,10 +261,22 @@ def make() -> Trainer:
     return Trainer(None, partial(make_optimizer, warmup_steps=2), torch.float32, cap_mb=2**-12)
 
 
+def settling() -> Trainer:
+    """Looks at its variance every two steps; it has settled in the second look, or later."""
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return bagua.optim.QAdam(
+            model.parameters(), 0.01, (0.9, 0.5), 1e-2, warmup_steps=1, settled_ratio=0.1
+        )
+
+    return Trainer(None, optimizer, torch.float32, cap_mb=2**-12)
+
+
 @pytest.mark.parametrize("save_at", [1, 2, 3, 4])
 def test_a_checkpoint_resumes_bit_equal_in_both_stages(pool: RankPool, save_at: int) -> None:
     seed = zoo.seed_of_today()
     assert on(pool, 3, zoo.resumed, make, save_at, 6, seed) == [True] * 3, f"{seed=}"
+    assert on(pool, 3, zoo.resumed, settling, save_at, 6, seed) == [True] * 3, f"{seed=}"
 
 
 @pytest.mark.parametrize("broken_step", [1, 3])
@@ -341,12 +353,14 @@ def test_an_overflow_leaves_no_error_behind() -> None:
 
 def test_a_copy_knows_its_warm_up() -> None:
     settings: dict[str, Any] = {"warmup_steps": 3, "error_feedback": False, "variance_floor": 0.1}
+    settings["settled_ratio"] = 0.96
     optimizer = bagua.optim.QAdam([torch.zeros(2, requires_grad=True)], **settings)
     twin = copy.deepcopy(optimizer)
     assert twin.warmup_steps == 3
     assert twin.algorithm == optimizer.algorithm
     assert not twin.variance_is_frozen
     assert twin.param_groups[0]["variance_floor"] == 0.1
+    assert twin.settled_ratio == 0.96
 
 
 @pytest.mark.parametrize("settings", [{"warmup_steps": 0}, {"warmup_steps": 1, "lr": -1.0}])

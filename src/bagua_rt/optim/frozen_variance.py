@@ -41,6 +41,9 @@ class FrozenVarianceAdam(PairedOptimizer):
         variance_floor: When the variance is frozen, elements below this part of their parameter's mean are
             raised to it. Compression gives an element with a small variance a momentum of its neighbours'
             size, which moves it too far; a floor f bounds that to 1/sqrt(f) of their step. 0 raises nothing.
+        settled_ratio: Go on warming up after `warmup_steps` until the variance has settled: until its sum,
+            without its bias, and that of 1/(1 - beta2) steps before differ by no more than this ratio. The
+            paper has 0.96. It is looked at every 1/(1 - beta2) steps; None doesn't.
 
     Raises:
         UsageError: a setting is out of range.
@@ -57,6 +60,7 @@ class FrozenVarianceAdam(PairedOptimizer):
         warmup_steps: int,
         decoupled_weight_decay: bool = False,
         variance_floor: float = 0.0,
+        settled_ratio: float | None = None,
     ) -> None:
         if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 1:
             raise UsageError(
@@ -64,7 +68,12 @@ class FrozenVarianceAdam(PairedOptimizer):
                 expected="a whole number >= 1: the variance needs a step to be known",
                 got=repr(warmup_steps),
             )
+        if settled_ratio is not None and not 0 < settled_ratio < 1:
+            raise UsageError(
+                "settled_ratio is out of range", expected="> 0 and < 1, or None", got=repr(settled_ratio)
+            )
         self.warmup_steps = warmup_steps
+        self.settled_ratio = settled_ratio
         self._momentum: Mapping[torch.Tensor, torch.Tensor] | None = None
         defaults = {
             "lr": lr,
@@ -74,6 +83,8 @@ class FrozenVarianceAdam(PairedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "variance_floor": variance_floor,
             "completed_steps": 0,
+            "variance_is_frozen": False,
+            "variance_sum": 0.0,  # when it was last looked at
         }
         super().__init__(params, defaults)
 
@@ -102,7 +113,8 @@ class FrozenVarianceAdam(PairedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's own leaves out what is in no group, and a copy must know its warm-up
-        return {**super().__getstate__(), "warmup_steps": self.warmup_steps, "_momentum": None}
+        own = {"warmup_steps": self.warmup_steps, "settled_ratio": self.settled_ratio, "_momentum": None}
+        return {**super().__getstate__(), **own}
 
     @property
     def completed_steps(self) -> int:
@@ -112,7 +124,7 @@ class FrozenVarianceAdam(PairedOptimizer):
     @property
     def variance_is_frozen(self) -> bool:
         """Is the warm-up over?"""
-        return self.completed_steps >= self.warmup_steps
+        return bool(self.param_groups[0]["variance_is_frozen"])
 
     def update(self) -> None:
         """Move the parameters by the present stage's rule."""
@@ -124,8 +136,11 @@ class FrozenVarianceAdam(PairedOptimizer):
             else:
                 self._update_adam(group)
             group["completed_steps"] = group["completed_steps"] + 1
-            if group["variance_floor"] and group["completed_steps"] == self.warmup_steps:
-                self._raise_to_floor(group)
+        if not frozen and self._warm_up_ends():
+            for group in self.param_groups:
+                group["variance_is_frozen"] = True
+                if group["variance_floor"]:
+                    self._raise_to_floor(group)
 
     @torch.no_grad()
     def form_momentum(self, params: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
@@ -179,6 +194,26 @@ class FrozenVarianceAdam(PairedOptimizer):
         )
         for state in states:
             state["variance_steps"].copy_(state["step"])
+
+    def _warm_up_ends(self) -> bool:
+        has_settled = self.settled_ratio is None or self._has_settled(self.settled_ratio)
+        return has_settled and self.completed_steps >= self.warmup_steps
+
+    def _has_settled(self, ratio: float) -> bool:
+        """Is the variance about what it was 1/(1 - beta2) steps ago? All ranks' are equal, bit for bit."""
+        window = max(round(1 / (1 - group["betas"][1])) for group in self.param_groups)
+        if self.completed_steps % window:
+            return False
+        now = 0.0
+        for group in self.param_groups:
+            beta2 = group["betas"][1]
+            for state in (self.state[p] for p in group["params"] if p in self.state):
+                total = state["exp_avg_sq"].sum(dtype=torch.float64)
+                now += float(total) / (1 - beta2 ** float(state["variance_steps"]))
+        before = self.param_groups[0]["variance_sum"]
+        for group in self.param_groups:
+            group["variance_sum"] = now
+        return bool(0 < ratio * max(now, before) <= min(now, before))
 
     def _raise_to_floor(self, group: dict[str, Any]) -> None:
         """Leave no variance below the floor; 0 stays 0, and is not moved at all."""

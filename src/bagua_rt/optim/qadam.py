@@ -38,6 +38,7 @@ class QAdam(FrozenVarianceAdam):
         warmup_steps: int,
         decoupled_weight_decay: bool = False,
         variance_floor: float = 0.0,
+        settled_ratio: float | None = None,
         error_feedback: bool = True,
         hierarchical: bool = False,
     ) -> None:
@@ -51,6 +52,7 @@ class QAdam(FrozenVarianceAdam):
             warmup_steps=warmup_steps,
             decoupled_weight_decay=decoupled_weight_decay,
             variance_floor=variance_floor,
+            settled_ratio=settled_ratio,
         )
 
     @property
