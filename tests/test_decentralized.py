@@ -194,6 +194,30 @@ def test_a_checkpoint_goes_on_with_the_same_rounds(pool: RankPool, world_size: i
         assert on(pool, world_size, resumed, peers, save_at) == [True] * world_size
 
 
+def thawed(ctx: RankContext) -> tuple[float, float, float]:
+    """An average waits for a step, while a parameter that isn't in it comes back into the plan."""
+    with group(ctx):
+        model = Bowl()
+        optimizer, y = torch.optim.SGD(model.parameters(), 0.1), 0.0
+        run = bagua.attach(model, optimizer, bagua.Decentralized())
+        for t in range(3):
+            model.y.requires_grad_(t != 1)
+            optimizer.zero_grad()
+            y = model.y.item()
+            model(ctx.rank, t).backward()
+            if t != 1:
+                optimizer.step()
+        run.close()
+        return y, y - target(ctx.rank, 2)[SIZE], model.y.item()
+
+
+def test_a_parameter_that_thaws_beside_an_average_keeps_its_weights(pool: RankPool) -> None:
+    answers = on(pool, 3, thawed)
+    mean = np.mean([before for before, _, _ in answers])
+    for _, gradient, after in answers:
+        np.testing.assert_allclose(after, mean - 0.1 * gradient, rtol=1e-12)
+
+
 # ---- who meets whom -------------------------------------------------------------------------------------
 
 

@@ -284,6 +284,29 @@ def test_a_gradient_scaler_skips_on_all_ranks_or_none(pool: RankPool, broken_ste
     zoo.check_scaled(on(pool, 3, zoo.scaled, make, broken_step, zoo.seed_of_today()), broken_step)
 
 
+def joined(ctx: RankContext, counts: tuple[int, int], seed: int) -> tuple[str, str]:
+    with group(ctx):
+        trainer = make()
+
+        def train() -> None:
+            with trainer.run.join():
+                for t in range(counts[ctx.rank]):
+                    trainer.step(ctx.rank, t, seed)
+
+        found = caught(train)
+        trainer.run.close()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"), [((3, 5), "join() can't go on"), ((1, 5), "the stage of the algorithm")]
+)
+def test_join_ends_with_the_warm_up(pool: RankPool, counts: tuple[int, int], text: str) -> None:
+    for kind, found in on(pool, 2, joined, counts, zoo.seed_of_today(), timeout=20.0):
+        assert kind in ("UsageError", "LayoutMismatchError")
+        assert text in found
+
+
 def late() -> Trainer:
     return Trainer(None, partial(make_optimizer, warmup_steps=1), torch.float32)
 

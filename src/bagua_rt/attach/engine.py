@@ -150,7 +150,7 @@ class Engine:
         if self.is_in_step:  # else the plan changes at a safe point only
             self.layout.follow_the_model()
         self.layout.enter_stage()
-        if self.join is not None and not self.is_in_step:
+        if self.join is not None and not self.join.can_go_on:
             raise refusals.join_out_of_step()
         with self.accord.fatal():
             self.layout.improve(self.accord.generation, self.ready_order)

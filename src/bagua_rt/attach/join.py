@@ -75,6 +75,16 @@ class Join:
         world_size = self._attachment.context.world_size
         return 1.0 if self._divide_by_initial else world_size / max(1, len(self._active))
 
+    @property
+    def can_go_on(self) -> bool:
+        """Does the algorithm still communicate in backward? False where all ranks that are left know it."""
+        engine = self._attachment.engine
+        if not engine.is_in_step:
+            return False
+        # A rank without data doesn't step, and may be in an earlier stage: then the ledger tells all ranks.
+        is_whole = len(self._active) == self._attachment.context.world_size
+        return engine.state.launch_on is LaunchOn.GRADIENT_READY or not is_whole
+
     def finish(self) -> None:
         """This rank has no more data: go through the others' generations, then take the last one's model.
 

@@ -69,9 +69,9 @@ def step_without_synchronising(names: Sequence[str]) -> UsageError:
 def join_out_of_step() -> UsageError:
     """The algorithm leaves the stage in which it could be joined, inside of a join()."""
     return UsageError(
-        "join() can't go on: the algorithm no longer communicates in step",
+        "join() can't go on: the algorithm no longer communicates gradients in backward",
         expected="an algorithm that communicates gradients in backward",
-        fix="end the loop with join() while it warms up; ranks need no join() afterwards",
+        fix="end the loop with join() while it warms up; then give all ranks as many batches as each other",
     )
 
 
