@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bagua_rt as bagua
-from tests.micro import KINDS, backward, caught, feed, grad, group, mean, on, ones_linear, wrap
+from tests.micro import KINDS, Two, backward, caught, feed, grad, group, mean, on, ones_linear, wrap
 from tests.ranks import RankContext, RankPool
 
 DEPTHS = ("first", "middle", "last")
@@ -224,3 +228,93 @@ def test_reentrant_checkpoints(pool: RankPool, kind: str, world_size: int) -> No
         assert error == "UsageError"
         assert "'a.weight' came twice" in text
         assert found["once again"] == right
+
+
+# ---- exceptions of signal handlers, while a rank waits
+
+
+class AlarmError(TimeoutError):
+    """What a handler raises; often just this."""
+
+
+@contextmanager
+def alarm_after(seconds: float) -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise AlarmError("it rang")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def rung(ctx: RankContext, where: str) -> dict[str, Any]:
+    """One rank comes when the other has left its wait for it, by an exception of no part of the step."""
+    victim = 1 if where == "forward" else 0  # rank 0 sends its buffers, and waits for nobody
+    with group(ctx, timeout_s=30.0) as made:
+        model = Two()
+        model.register_buffer("own", torch.zeros(1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrapped = wrap("attach", model, optimizer, broadcast_buffers=where == "forward")
+        backward(wrapped, ctx)
+        optimizer.step()
+        optimizer.zero_grad()
+        tag = torch.zeros(1)
+        if ctx.rank == victim:
+            with alarm_after(0.3):
+                first = caught(lambda: backward(wrapped, ctx))
+            made.world.send(tag, 1 - victim).wait()
+        else:
+            made.world.recv(tag, victim).wait()
+            first = caught(lambda: backward(wrapped, ctx))
+        again = caught(lambda: backward(wrapped, ctx))
+        found: dict[str, Any] = {"first": first, "again": again, "step": caught(optimizer.step)}
+        found["weight"] = model.a.weight.item()
+        wrapped.run.close()
+        wrapped = wrap("attach", model, optimizer)
+        optimizer.zero_grad()
+        backward(wrapped, ctx)
+        return {**found, "attached again": grad(model.a.weight)}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_wait_that_is_left_ends_the_attachment_on_all_ranks(pool: RankPool, where: str) -> None:
+    results = on(pool, 2, rung, where)
+    firsts = sorted(found["first"] for found in results)
+    assert firsts[0] == ("AlarmError", "it rang")
+    assert firsts[1][0] == "PeerError"
+    for found in results:
+        for kind, text in (found["again"], found["step"]):
+            assert kind in ("CollectiveError", "PeerError")
+            assert "AlarmError: it rang" in text
+        assert found["weight"] == pytest.approx(0.85)
+        assert found["attached again"] == 1.5
+
+
+def gone_ahead(ctx: RankContext) -> dict[str, Any]:
+    """The last rank closes one step too early, and waits for the others in attach()."""
+    with group(ctx, timeout_s=60.0):
+        model = Two()
+        wrapped = wrap("attach", model)
+        backward(wrapped, ctx)
+        began = time.monotonic()
+        if ctx.rank == ctx.world_size - 1:
+            wrapped.run.close()
+            error = caught(lambda: bagua.attach(model))
+        else:
+            error = caught(lambda: backward(wrapped, ctx))
+        found = {"error": error, "seconds": time.monotonic() - began}
+        wrapped.run.close()
+        return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_waits_in_attach_hears_of_the_others_failure(pool: RankPool, world_size: int) -> None:
+    results = on(pool, world_size, gone_ahead)
+    for found in results:
+        assert found["error"][0] == "PeerError"
+        assert found["seconds"] < 10.0
+    assert "the control lane job/attach#2: another rank has failed meanwhile" in results[-1]["error"][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -113,6 +114,20 @@ def b10_steps(ctx: RankContext, kind: str, as_view: bool) -> dict[str, Any]:
     backward(wrapped, ctx)  # not zeroed: adds to what is there, on all ranks alike
     found["on top"] = grad(model.a.weight)
     found["weight"] = model.a.weight.item()
+
+    def locally() -> Generator[None, None, None]:
+        with wrapped.run.no_sync():
+            yield
+
+    optimizer.zero_grad()
+    first = locally()
+    next(first)
+    with wrapped.run.no_sync():
+        first.close()  # before the one inside of it
+        backward(wrapped, ctx)
+    found["crossed"] = grad(model.a.weight)
+    backward(wrapped, ctx)
+    found["after crossed"] = grad(model.a.weight)
     wrapped.run.close()
     return found
 
@@ -131,6 +146,8 @@ def test_b10_accumulation_sums_and_survives_misuse(pool: RankPool, kind: str, wo
             assert found["after nested"] == 3 * right
             assert found["on top"] == 4 * right
             assert found["weight"] == pytest.approx(1 - 0.3 * right, rel=1e-6)
+            assert found["crossed"] == rank + 1
+            assert found["after crossed"] == 2 * right
 
 
 def b12(ctx: RankContext, kind: str) -> list[float | None]:

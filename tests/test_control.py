@@ -43,6 +43,7 @@ def test_one_rank_alone_says_what_it_said() -> None:
         any_nonfinite=False,
         any_finished=False,
         all_finished=False,
+        any_loaded=False,
     )
 
 
@@ -82,6 +83,7 @@ def ranks_entries(draw: st.DrawFn) -> list[LedgerEntry]:
             draw(st.booleans()),
             bytes([draw(small)] * 8),
             draw(st.sampled_from(Place)),
+            draw(st.booleans()),
         )
         for _ in range(count)
     ]
@@ -105,6 +107,7 @@ def test_all_ranks_together_against_the_definition(entries: list[LedgerEntry]) -
         any_nonfinite=any(e.nonfinite for e in entries),
         any_finished=any(e.finished for e in entries),
         all_finished=all(e.finished for e in entries),
+        any_loaded=any(e.loaded for e in entries),
     )
 
 

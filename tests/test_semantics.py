@@ -228,37 +228,7 @@ def test_a_dense_gradient_of_a_sparse_embedding_is_refused(pool: RankPool) -> No
         assert "'weight' is not what its embedding promised" in text
 
 
-# ---- parameters that change after attach
-
-
-def changed(ctx: RankContext, how: str) -> dict[str, Any]:
-    with group(ctx, timeout_s=15.0):
-        model = Two()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrapped = wrap("attach", model, optimizer)
-        backward(wrapped, ctx)
-        optimizer.step()
-        optimizer.zero_grad()
-        x = feed(ctx)
-        if how == "replaced":
-            model.b.weight = nn.Parameter(torch.full((1, 1), 5.0 + ctx.rank))
-        elif how == "added":
-            model.c = nn.Linear(1, 1)
-        elif how == "cast":
-            model.double()
-            x = x.double()
-        error = caught(lambda: wrapped.forward(x).sum().backward())
-        return {"error": error, "again": caught(lambda: wrapped.forward(x)), "step": caught(optimizer.step)}
-
-
-@pytest.mark.parametrize(
-    ("how", "name"), [("replaced", "b.weight"), ("added", "c.weight"), ("cast", "a.weight")]
-)
-def test_parameters_that_no_rank_knows_are_an_error_by_name(pool: RankPool, how: str, name: str) -> None:
-    for result in on(pool, 2, changed, how):
-        for kind, text in result.values():
-            assert kind in ("UsageError", "PeerError")
-            assert repr(name) in text
+# ---- nested
 
 
 def nested(ctx: RankContext) -> dict[str, Any]:
@@ -460,22 +430,6 @@ def with_a_users_hook(ctx: RankContext, when: str, as_view: bool) -> list[float 
 def test_a_users_gradient_hook_acts_before_the_mean(pool: RankPool, when: str, as_view: bool) -> None:
     for result in on(pool, 2, with_a_users_hook, when, as_view):
         assert result == [4.5] * 9
-
-
-def resized_buffer(ctx: RankContext) -> tuple[str, str]:
-    with group(ctx, timeout_s=15.0):
-        model = One()
-        model.register_buffer("seen", torch.zeros(3))
-        wrapped = wrap("attach", model)
-        if ctx.rank == 1:
-            model.seen = torch.zeros(2)
-        return caught(lambda: backward(wrapped, ctx))
-
-
-def test_a_buffer_of_another_size_is_an_error_on_all(pool: RankPool) -> None:
-    for kind, text in on(pool, 2, resized_buffer):
-        assert kind in ("UsageError", "PeerError")
-        assert "'seen' has another shape" in text
 
 
 def sparse_join(ctx: RankContext) -> list[float]:

@@ -94,3 +94,18 @@ class PeerError(CollectiveError):
 
 class InternalError(BaguaError):
     """An invariant of this package does not hold: a defect to report."""
+
+
+def interrupted(error: BaseException) -> BaguaError:
+    """`error` itself, if it is of this package; else what it means to the ranks: one has left its wait.
+
+    Args:
+        error: What a wait for other ranks was left by: KeyboardInterrupt, or what a signal handler raised.
+    """
+    if isinstance(error, BaguaError):
+        return error
+    return CollectiveError(
+        "a wait for the other ranks was left by an exception",
+        got=": ".join(filter(None, [type(error).__name__, str(error)])),
+        fix="close() and attach() again on every rank to go on",
+    )

@@ -22,7 +22,14 @@ from bagua_rt.algorithms.base import AlgorithmState
 from bagua_rt.backend import Device, Event, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.control import Control, Patience
-from bagua_rt.errors import BaguaError, ClosedError, CollectiveError, InternalError
+from bagua_rt.errors import (
+    BaguaError,
+    ClosedError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    InternalError,
+    interrupted,
+)
 from bagua_rt.launch_order import LaunchOrder
 from bagua_rt.process_group import Communicators
 
@@ -263,8 +270,8 @@ class Pipeline:
         began, busy_us = time.perf_counter_ns() / 1000, self.busy_us
         try:
             self._wait_for(round_, while_waiting)
-        except BaguaError as error:
-            self.fail(error)
+        except BaseException as error:
+            self.fail(interrupted(error))
             raise
         finally:
             self._round = None
@@ -291,8 +298,8 @@ class Pipeline:
             for done in round_.ends():
                 if not self._is_good(done):
                     self._until(partial(self._is_complete, round_, done, patience), patience)
-        except BaguaError as error:
-            self.fail(error)
+        except BaseException as error:
+            self.fail(interrupted(error))
             raise
         if self.on_round_complete is not None and round_.is_timed:
             self.on_round_complete(round_, began, ended)
@@ -325,9 +332,11 @@ class Pipeline:
         try:
             self._device.synchronize(event, slice_s)
         except Exception as error:
-            if not self._device.query(event):
+            if self._device.query(event) and event.error is not None:
+                raise self._described(round_, error, patience) from error
+            if isinstance(error, CollectiveTimeoutError):  # of this slice of time
                 return False
-            raise self._described(round_, error, patience) from error
+            raise  # a signal handler's
         return True
 
     def _described(self, round_: Round, error: Exception, patience: Patience) -> BaguaError:
@@ -354,12 +363,18 @@ class Pipeline:
     def _is_good(self, event: Event) -> bool:
         return self._device.query(event) and event.error is None
 
-    def call(self, purpose: str, queue: Callable[[Stream], object]) -> None:
+    def call(
+        self,
+        purpose: str,
+        queue: Callable[[Stream], object],
+        while_waiting: Callable[[], None] | None = None,
+    ) -> None:
         """Let the loop call `queue` with lane 0, and wait until what it queued there is complete.
 
         Args:
             purpose: What is communicated, for error texts.
             queue: Queues collectives on the stream that it is given.
+            while_waiting: Called now and then; what it raises ends the wait, and fails the pipeline.
 
         Raises:
             CollectiveTimeoutError: the deadline passed.
@@ -384,9 +399,9 @@ class Pipeline:
 
         self._loop.submit(launch)
         try:
-            self._wait_for(round_, None)
-        except BaguaError as error:
-            self.fail(error)
+            self._wait_for(round_, while_waiting)
+        except BaseException as error:
+            self.fail(interrupted(error))
             raise
 
     def synchronize(self) -> None:

@@ -79,6 +79,7 @@ class Trainee:
         self.reference = Reference(plan)
         self.step = 0
         self.digests: dict[int, str] = {}
+        self.is_attached = False  # in this life: before, the weights are no other rank's business
         self._raising = False
         self._scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=plan.scales)
         for param in (self.model.head.weight, self.model.stem.weight):
@@ -103,7 +104,7 @@ class Trainee:
             say: Tells the driver that this rank trains now.
         """
         plan = self.plan
-        self.order, self.digests = order, {}
+        self.order, self.digests, self.is_attached = order, {}, False
         with self._group(order) as group:
             if order.life:
                 self.optimizer.zero_grad(set_to_none=True)
@@ -111,6 +112,7 @@ class Trainee:
             self._attach()
             if order.life:
                 self.reference.all_from(self.model, self.optimizer, order.world_size)
+            self.is_attached = True
             self.reference.compare(self.model, order.rank, "")
             say("trains")
             if plan.joins:
@@ -285,7 +287,7 @@ def follow(
     answer.ended = time.monotonic()
     if trainee is not None:
         answer.step, answer.digests = trainee.step, trainee.digests
-        if answer.kind == "failed" and hasattr(trainee, "order"):
+        if answer.kind == "failed" and trainee.is_attached:
             try:
                 trainee.look_back()
             except AssertionError as error:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from bagua_rt.attach import verdict
-from bagua_rt.attach.agreement import Line
+from bagua_rt.attach import fingerprint, verdict
+from bagua_rt.attach.agreement import Line, agree_on
 from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.steps import Steps
 from bagua_rt.control import Control, LedgerEntry, LedgerResult, PendingMax, Place, pack, unpack
-from bagua_rt.errors import BaguaError
+from bagua_rt.errors import interrupted
 from bagua_rt.scheduler import Pipeline
+
+_MOST_BESIDE = 8  # forwards that a rank may be ahead of the others'
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """An entry of this rank that was launched, to be read together with the others'."""
+
+    pending: PendingMax
+    place: Place
 
 
 class Accord:
@@ -26,6 +38,8 @@ class Accord:
         generation: Number of the generation that is open, or comes next.
         has_data: False while this rank only goes along with the others' generations (join).
         steps: How far the optimizers have gone.
+        has_loaded: State was loaded into the model or an optimizer, and the other ranks don't know it yet.
+        describe_buffers: Says what the buffers are.
     """
 
     def __init__(self, layout: Layout, pipeline: Pipeline, control: Control) -> None:
@@ -35,7 +49,9 @@ class Accord:
         self._layout = layout
         self._pipeline = pipeline
         self._control = control
-        self._place = Place.BACKWARD
+        self.has_loaded = False
+        self.describe_buffers: Callable[[], list[Line]] = list
+        self._beside: deque[Ledger] = deque()
 
     def launch(
         self,
@@ -44,7 +60,7 @@ class Accord:
         nonfinite: bool = False,
         aborted: bool = False,
         place: Place = Place.BACKWARD,
-    ) -> PendingMax:
+    ) -> Ledger:
         """Say where this rank is, and begin to hear where the others are.
 
         Args:
@@ -53,8 +69,8 @@ class Accord:
             aborted: Did its backward raise?
             place: Where it is.
         """
-        self._place = place
         layout = self._layout
+        says_loaded = self.has_loaded and layout.state.bit_equal and place is Place.BACKWARD
         entry = LedgerEntry(
             generation=self.generation,
             stage=layout.stage,
@@ -63,28 +79,63 @@ class Accord:
             aborted=aborted,
             nonfinite=nonfinite,
             finished=not self.has_data,
+            loaded=says_loaded,
             steps=self.steps.digest() if layout.state.bit_equal else bytes(8),
             place=place,
         )
-        return self._control.launch_max(pack(entry))
+        self.has_loaded &= not says_loaded
+        return Ledger(self._control.launch_max(pack(entry)), place)
 
-    def read(self, ledger: PendingMax) -> LedgerResult:
+    def launch_beside(self, place: Place) -> None:
+        """Say where this rank is, on the way to something that waits for nobody: it is read later on."""
+        self._beside.append(self.launch(place=place))
+
+    def look_beside(self) -> None:
+        """Read what has come of `launch_beside`; wait only if much is outstanding."""
+        while self._beside and (self._beside[0].pending.is_done() or len(self._beside) > _MOST_BESIDE):
+            self._read(self._beside.popleft())
+
+    def read(self, ledger: Ledger) -> LedgerResult:
         """Wait for what all ranks say together.
 
         Raises:
             LayoutMismatchError: they are in different places, or their optimizers have gone apart.
             CollectiveError: a rank did not come.
         """
-        result = unpack(ledger.wait())
-        verdict.raise_if_out_of_step(result, self._control, self._lines)
+        while self._beside:
+            self._read(self._beside.popleft())
+        return self._read(ledger)
+
+    def _read(self, ledger: Ledger) -> LedgerResult:
+        result = unpack(ledger.pending.wait())
+        verdict.raise_if_out_of_step(result, self._control, lambda: self._lines(ledger.place))
         verdict.raise_if_steps_differ(
             result, self._control, lambda: self.steps.describe() if self.has_data else []
         )
         return result
 
-    def look_into(self, ledger: PendingMax) -> None:
+    def compare_what_was_loaded(self, result: LedgerResult) -> None:
+        """Some rank has loaded state: make sure that all ranks hold the same.
+
+        Raises:
+            LayoutMismatchError: they don't.
+        """
+        if result.any_finished:  # a rank without data lags behind, and takes the last one's model later
+            return
+        context = self._layout.state.context
+        weights = fingerprint.of_weights(dict(zip(self._layout.names, self._layout.params, strict=True)))
+        states = fingerprint.of_optimizers(context.optimizers, context.names)
+        with self.fatal():
+            agree_on(
+                [*weights, *states],
+                self._control,
+                "the ranks hold different state since load_state_dict()",
+                "load the same on every rank; close() and attach() again start from rank 0's",
+            )
+
+    def look_into(self, ledger: Ledger) -> None:
         """While data is waited for: ranks that differ launch different things, so say so at once."""
-        if ledger.is_done():
+        if ledger.pending.is_done():
             self.read(ledger)
 
     def meet(self, place: Place) -> None:
@@ -101,8 +152,8 @@ class Accord:
         """An error in here leaves the ranks in different places: it ends the attachment on all of them."""
         try:
             yield
-        except BaguaError as error:
-            self._pipeline.fail(error)
+        except BaseException as error:
+            self._pipeline.fail(interrupted(error))
             raise
 
     def describe(self) -> list[Line]:
@@ -110,11 +161,12 @@ class Accord:
         steps = self.steps.describe() if self._layout.state.bit_equal else []
         return [("the generation", str(self.generation)), *steps]
 
-    def _lines(self) -> list[Line]:
+    def _lines(self, place: Place) -> list[Line]:
         """Where this rank is, for comparing with the others once they are known to differ."""
-        mine = {
-            "the generation": self.generation,
-            "the stage of the algorithm": self._layout.stage,
-            "the place": self._place.value,
-        }
-        return [*((what, str(value)) for what, value in mine.items()), *self._layout.describe()]
+        return [
+            ("the generation", str(self.generation)),
+            ("the stage of the algorithm", str(self._layout.stage)),
+            *self.describe_buffers(),
+            ("the place", place.value),
+            *self._layout.describe(),
+        ]

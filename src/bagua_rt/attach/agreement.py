@@ -19,19 +19,32 @@ T = TypeVar("T")
 Line = tuple[str, str]
 """What it is about ("parameter 'a.weight'"), and what this rank has there."""
 
+_END: Line = ("the end of the list", "nothing more")
+
 
 def describe(named: NamedTensors, settings: Mapping[str, object]) -> list[Line]:
     """Everything that ranks must have in common, in the order in which differences are worth telling."""
     lines: list[Line] = []
-    lines += [(f"parameter {name!r}", _tensor(param)) for name, param in named.parameters.items()]
-    lines += [(f"buffer {name!r}", _tensor(buffer)) for name, buffer in named.buffers.items()]
+    lines += [(f"parameter {name!r}", kind_of(param)) for name, param in named.parameters.items()]
+    lines += [(f"buffer {name!r}", kind_of(buffer)) for name, buffer in named.buffers.items()]
     lines.append(("the ignored names", ", ".join(named.ignored) or "none"))
     lines += [(f"the setting {key}", str(value)) for key, value in settings.items()]
     return lines
 
 
-def agree_on(lines: Sequence[Line], control: Control) -> None:
+def agree_on(
+    lines: Sequence[Line],
+    control: Control,
+    what: str = "the ranks differ",
+    fix: str = "build the same model, with the same arguments, and run the same steps on every rank",
+) -> None:
     """Compare `lines` with all ranks.
+
+    Args:
+        lines: What this rank has.
+        control: The control lane.
+        what: What is wrong if they differ, to be read before ", first in …".
+        fix: What the reader can do then.
 
     Raises:
         LayoutMismatchError: on every rank; names the first difference and the odd ranks.
@@ -39,11 +52,7 @@ def agree_on(lines: Sequence[Line], control: Control) -> None:
     payload = json.dumps(lines).encode()
     if len(set(control.agree("layout digest", hashlib.sha256(payload).digest()))) > 1:
         of_rank = gather(lines, control, "layout")
-        raise difference(
-            dict(enumerate(of_rank)),
-            "the ranks differ",
-            fix="build the same model, with the same arguments, and run the same steps on every rank",
-        )
+        raise difference(dict(enumerate(of_rank)), what, fix=fix)
 
 
 def on_all_ranks(
@@ -109,7 +118,8 @@ def difference(of_rank: Mapping[int, Sequence[Line]], what: str, *, fix: str) ->
     position = next(i for i in range(longest) if len({_at(lines, i) for lines in of_rank.values()}) > 1)
     here = {rank: _at(lines, position) for rank, lines in of_rank.items()}
     subjects = [{subject for subject, _ in lines} for lines in of_rank.values()]
-    if partial := [line[0] for line in here.values() if any(line[0] not in known for known in subjects)]:
+    named = [line[0] for line in here.values() if line != _END]
+    if partial := [subject for subject in named if any(subject not in known for known in subjects)]:
         absent = "nothing of that name"
         here = {rank: (partial[0], dict(lines).get(partial[0], absent)) for rank, lines in of_rank.items()}
     usual = _most_common(list(here.values()))
@@ -123,8 +133,14 @@ def difference(of_rank: Mapping[int, Sequence[Line]], what: str, *, fix: str) ->
     )
 
 
+def kind_of(tensor: torch.Tensor) -> str:
+    """What ranks must have in common of a tensor, in words."""
+    kind = "trainable" if tensor.requires_grad else "no gradient"
+    return f"shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())}, {tensor.dtype}, {kind}"
+
+
 def _at(lines: Sequence[Line], position: int) -> Line:
-    return tuple(lines[position]) if position < len(lines) else ("the end of the list", "nothing more")  # type: ignore[return-value]
+    return tuple(lines[position]) if position < len(lines) else _END  # type: ignore[return-value]
 
 
 def _most_common(lines: Sequence[Line]) -> Line:
@@ -135,8 +151,3 @@ def _most_common(lines: Sequence[Line]) -> Line:
 
 def _text(line: Line, usual: Line) -> str:
     return line[1] if line[0] == usual[0] else f"{line[0]} ({line[1]})"
-
-
-def _tensor(tensor: torch.Tensor) -> str:
-    kind = "trainable" if tensor.requires_grad else "no gradient"
-    return f"shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())}, {tensor.dtype}, {kind}"

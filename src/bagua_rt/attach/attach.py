@@ -12,6 +12,7 @@ from bagua_rt.algorithms.base import Algorithm, Context
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.attach.agreement import describe, on_all_ranks
 from bagua_rt.attach.attached import Attached, Attachment
+from bagua_rt.attach.buffers import Buffers
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.generation import Options
 from bagua_rt.attach.hooks import Hooks, attachment_of, is_attached
@@ -95,6 +96,8 @@ def attach(
         algorithm = _chosen(algorithm, given)
         named = name_tensors(model, ignore)
         _check_tensors(named, group)
+        if group.world_size > 1:
+            _refuse_renormalised(model, named)
         _close_former(model)
         _refuse_nested(named)
     options = Options(
@@ -138,6 +141,8 @@ def _close_former(model: nn.Module) -> None:
         former.detach(orderly=True)
 
 
+@torch.inference_mode(False)  # what is allocated here must serve training
+@torch.no_grad()
 def _make(
     model: nn.Module,
     named: NamedTensors,
@@ -169,7 +174,10 @@ def _make(
     )
     group.forget_keys(stale)
     trace_dir = RuntimeConfig.from_environment().trace_dir
-    return Attachment(named, context, algorithm, engine, Hooks(), resources, broadcast_buffers, trace_dir)
+    buffers = Buffers(model, named, context, engine, resources.control)
+    return Attachment(
+        named, context, algorithm, engine, Hooks(), resources, buffers, broadcast_buffers, trace_dir
+    )
 
 
 def _engine(
@@ -193,16 +201,17 @@ def _engine(
 
 def _install(
     model: nn.Module,
-    optimizers: Iterable[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     attachment: Attachment,
 ) -> None:
     hooks, engine = attachment.hooks, attachment.engine
-    engine.layout.on_new_parameters = lambda indices: hooks.install_on_parameters(indices, engine)
+    engine.layout.install_hooks = lambda indices: hooks.install_on_parameters(indices, engine)
     hooks.install_on_parameters(engine.layout.plan.order, engine)
     hooks.install_on_module(model, attachment.before_forward)
     for optimizer in optimizers:
         hooks.install_on_optimizer(optimizer, engine)
     hooks.install_on_all_optimizers(engine)
+    hooks.install_on_loading(model, optimizers, engine)
     hooks.mark(model, attachment)
     resources = attachment.resources
     resources.describe, resources.listen = engine.describe, engine.background.listen
@@ -278,6 +287,19 @@ def _refuse_nested(named: NamedTensors) -> None:
                 expected="each parameter in one attachment",
                 got="a module within an attached one, or around it",
                 fix="close() that attachment first, or attach the outermost module only",
+            )
+
+
+def _refuse_renormalised(model: nn.Module, named: NamedTensors) -> None:
+    trained = {id(param): name for name, param in named.trainable.items()}
+    for module in model.modules():
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.max_norm is not None and id(module.weight) in trained:
+            raise UsageError(
+                f"each forward changes {trained[id(module.weight)]!r}, by this rank's own batch",
+                expected="weights that only optimizers move, by what all ranks agree on",
+                got=f"an embedding with max_norm={module.max_norm:g}",
+                fix="build it without max_norm, and normalise the weight after each step",
             )
 
 

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context
 from bagua_rt.attach import checkpoint
 from bagua_rt.attach.agreement import agree_on, on_all_ranks
+from bagua_rt.attach.buffers import Buffers
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.hooks import Hooks
 from bagua_rt.attach.join import Join
@@ -28,7 +27,6 @@ from bagua_rt.autotune import Tuned
 from bagua_rt.bucket import BucketPlan
 from bagua_rt.config import RuntimeConfig
 from bagua_rt.errors import BaguaError, ClosedError, UsageError
-from bagua_rt.replicate import TensorReplicator
 from bagua_rt.scheduler import Round
 from bagua_rt.trace import Statistics, Trace
 
@@ -46,6 +44,7 @@ class Attachment:
         engine: Engine,
         hooks: Hooks,
         resources: Resources,
+        buffers: Buffers,
         broadcast_buffers: bool,
         trace_dir: Path | None,
     ) -> None:
@@ -58,10 +57,8 @@ class Attachment:
         self.trace = Trace(context.world.rank, resources.name)
         self.is_closed = False
         self._trace_dir = trace_dir
-        self._buffer_kinds = [(buffer.shape, buffer.dtype) for buffer in named.buffers.values()]
-        self._buffers: TensorReplicator | None = None
-        if broadcast_buffers and named.buffers and context.world_size > 1:
-            self._buffers = TensorReplicator(self.current_buffers(), context.world, context.device)
+        self.buffers = buffers
+        self._broadcasts = broadcast_buffers and context.world_size > 1
         engine.pipeline.on_failure = self.write_flight_record
         if trace_dir is not None:
             self.start_trace()
@@ -74,38 +71,9 @@ class Attachment:
 
     def broadcast_buffers(self, root: int = 0) -> None:
         """Make the buffers those of rank `root`, if that was asked for."""
-        if self._buffers is None:
-            return
-        if root != self._buffers.root:
-            self._buffers = TensorReplicator(
-                self.current_buffers(), self.context.world, self.context.device, root
-            )
-        self._broadcast(self._buffers)
-
-    def current_buffers(self) -> list[torch.Tensor]:
-        """A module may have replaced a buffer since, by assigning to it."""
-        return [getattr(module, key) for module, key in self.named.buffer_places]
-
-    def _broadcast(self, buffers: TensorReplicator) -> None:
-        current = self.current_buffers()
-        self._refuse_other_buffers(current)
-        self.engine.meet_before_buffers()
-        buffers.pack(current)
-        self.engine.pipeline.call("the buffers", lambda lane: buffers.queue(self.context.world, lane))
-        buffers.unpack()
-
-    def _refuse_other_buffers(self, current: list[torch.Tensor]) -> None:
-        """Ranks whose buffers have other sizes would meet in one collective."""
-        for name, kind, now in zip(self.named.buffers, self._buffer_kinds, current, strict=True):
-            if not isinstance(now, torch.Tensor) or (now.shape, now.dtype) != kind:
-                error = UsageError(
-                    f"the buffer {name!r} has another shape or dtype than when it was attached",
-                    expected=f"{tuple(kind[0])}, {kind[1]}",
-                    got=f"{tuple(now.shape)}, {now.dtype}" if isinstance(now, torch.Tensor) else repr(now),
-                    fix="name it in ignore, or attach again",
-                )
-                self.engine.pipeline.fail(error)
-                raise error
+        if self._broadcasts:
+            self.engine.meet_before_buffers()
+            self.buffers.broadcast(root)
 
     def start_trace(self) -> None:
         """Record spans from now on."""

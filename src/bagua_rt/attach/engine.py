@@ -18,16 +18,17 @@ import torch
 
 from bagua_rt.algorithms.base import AlgorithmState, LaunchOn
 from bagua_rt.attach import refusals, verdict
-from bagua_rt.attach.accord import Accord
+from bagua_rt.attach.accord import Accord, Ledger
 from bagua_rt.attach.background import BackgroundRounds
 from bagua_rt.attach.backward import EndOfBackward, is_running
+from bagua_rt.attach.by_hand import GradientsByHand
 from bagua_rt.attach.generation import Generation, Options
 from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.local import LocalGradients
 from bagua_rt.attach.place import place_of
 from bagua_rt.attach.untraced import skip_frames, untraced, untraced_frame
 from bagua_rt.bucket import Bucket
-from bagua_rt.control import Control, LedgerResult, PendingMax, Place
+from bagua_rt.control import Control, LedgerResult, Place
 from bagua_rt.errors import BaguaError, InternalError
 from bagua_rt.scheduler import Pipeline
 
@@ -45,7 +46,6 @@ class Engine:
         options: What attach() was asked for.
 
     Attributes:
-        is_synchronised: False within no_sync().
         ready_order: The parameters in the order of the last generation's gradients.
         join: The join() that is in force.
         accord: What this rank and the others tell each other.
@@ -56,7 +56,7 @@ class Engine:
         skip_frames()
         self.layout = layout
         self.pipeline = pipeline
-        self.is_synchronised = True
+        self._local_depth = 0  # a count: contexts that generators hold may end in any order
         self.join: Join | None = None
         self.accord = Accord(layout, pipeline, control)
         self.background = BackgroundRounds(layout, pipeline, control)
@@ -66,17 +66,23 @@ class Engine:
         self._generations_alone = 0
         self.ready_order: Sequence[int] = layout.plan.order
         self._local = LocalGradients(layout.params)
+        self._by_hand = GradientsByHand(layout, self.accord, control)
         self._step_is_due = False
         self._round_after_step_is_due = False
         self._stepped: set[int] = set()
         self._step_error: BaguaError | None = None
-        self._step_ledger: PendingMax | None = None
+        self._step_ledger: Ledger | None = None
         self._thread = threading.get_ident()
 
     @property
     def generations(self) -> int:
         """How many generations there were, together with the other ranks or not: this rank's own count."""
         return self.accord.generation + self._generations_alone
+
+    @property
+    def is_synchronised(self) -> bool:
+        """False within no_sync()."""
+        return not self._local_depth
 
     @property
     def is_in_step(self) -> bool:
@@ -108,7 +114,7 @@ class Engine:
         """The gradient of parameter `index` was accumulated. Hot: all but the first and last only count."""
         if self.pipeline.failure is not None:
             self.pipeline.raise_failure()
-        if not self.is_synchronised:
+        if self._local_depth:
             self._local.add(index)
             return
         generation = self._generation
@@ -153,6 +159,8 @@ class Engine:
         if self.join is not None and not self.join.can_go_on:
             raise refusals.join_out_of_step()
         with self.accord.fatal():
+            if self.layout.takes_order(self.accord.generation):
+                self.accord.meet(Place.ORDER)
             self.layout.improve(self.accord.generation, self.ready_order)
         self._step_error = None
         self._step_is_due = False
@@ -239,7 +247,7 @@ class Engine:
     def _exchange(
         self,
         generation: Generation,
-        say: Callable[[], PendingMax],
+        say: Callable[[], Ledger],
         stage: Callable[[], None],
         add_up: Callable[[], None],
     ) -> LedgerResult:
@@ -279,7 +287,10 @@ class Engine:
             self.join.after_generation()
 
     def _judge(self, result: LedgerResult, missing: Sequence[bool], generation: Generation) -> None:
+        self.accord.has_loaded |= result.any_loaded and result.any_aborted
         verdict.raise_if_given_up(result, self._control, self.accord.generation - 1, is_mine=False)
+        if result.any_loaded:
+            self.accord.compare_what_was_loaded(result)
         if self._options.check:
             mine = [self.layout.names[i] for i in generation.nonfinite]
             verdict.raise_if_not_finite(result, self._control, mine)
@@ -418,7 +429,10 @@ class Engine:
         self.give_up_lost_backward()
         if self._step_error is not None:
             raise self._step_error
-        self._refuse_unsynchronised()
+        if self.state.source == "gradient":
+            self._local.refuse_step(self.layout.names)
+        if self.join is None:
+            self._by_hand.compare(optimizer, self.generations)
         if self._step_is_due:
             self._launch_round()
         if self.is_in_step:
@@ -442,23 +456,15 @@ class Engine:
             self._stepped.clear()
             self.background.at_safe_point()
 
-    def _refuse_unsynchronised(self) -> None:
-        if self.state.source != "gradient":
-            return
-        local = [self.layout.names[i] for i in self._local.indices()]
-        if local:
-            raise refusals.step_without_synchronising(local)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backwards inside only accumulate; it is the backward's place that counts."""
-        before = self.is_synchronised
         self.give_up_lost_backward()
-        self.is_synchronised = False
+        self._local_depth += 1
         try:
             yield
         finally:
-            self.is_synchronised = before
+            self._local_depth -= 1
 
     def describe(self) -> str:
         """What this rank is doing, for ranks that wait for it. Called on the loop thread."""

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from bagua_rt.attach.backward import is_running
 from bagua_rt.attach.engine import Engine
@@ -70,17 +71,21 @@ class Hooks:
         self._removables: list[_Removable] = []
         self._paired: list[PairedOptimizer] = []
         self._marked: list[nn.Module] = []
-        self._hooked: set[int] = set()
+        self._of_parameters: dict[int, RemovableHandle] = {}
 
     def install_on_parameters(self, indices: Iterable[int], engine: Engine) -> None:
-        """Tell `engine` of every accumulated gradient. The hook lives as long as the parameter."""
+        """Tell `engine` of every accumulated gradient. The hook lives as long as the parameter does, and is
+        not swapped for another's (torch.utils.swap_tensors): then it is put in force again here."""
         for index in indices:
-            if index in self._hooked:
-                continue
-            self._hooked.add(index)
             param = engine.layout.params[index]
+            hooks = param._post_accumulate_grad_hooks
+            if hooks is not None:
+                param._post_accumulate_grad_hooks = hooks  # a swap leaves them where they are, but not called
+            known = self._of_parameters.get(index)
+            if known is not None and known.id in (hooks or ()):
+                continue
             hook = partial(engine.on_gradient, index)  # torch itself leaves it out of copies and pickles
-            self._removables.append(param.register_post_accumulate_grad_hook(hook))
+            self._of_parameters[index] = param.register_post_accumulate_grad_hook(hook)
 
     def install_on_module(self, module: nn.Module, before_forward: Callable[[bool], None]) -> None:
         """Call ``before_forward(module.training)`` before each forward of `module` outside of a backward."""
@@ -116,6 +121,19 @@ class Hooks:
 
         self._removables.append(register_optimizer_step_post_hook(after))
 
+    def install_on_loading(
+        self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], engine: Engine
+    ) -> None:
+        """Notice that state is loaded into `module`, a part of it or an optimizer: by one rank, maybe."""
+
+        def body(*_: object) -> None:
+            engine.accord.has_loaded = True
+
+        for part in module.modules():
+            self._removables.append(part.register_load_state_dict_post_hook(Hook(body)))
+        for optimizer in optimizers:
+            self._removables.append(optimizer.register_load_state_dict_post_hook(Hook(body)))
+
     def mark(self, module: nn.Module, attachment: object) -> None:
         """Remember the attachment of `module`, so that a second one can replace it."""
         _attachments[id(module)] = attachment
@@ -125,6 +143,8 @@ class Hooks:
         """Remove every hook. Idempotent."""
         while self._marked:
             _attachments.pop(id(self._marked.pop()), None)
+        while self._of_parameters:
+            self._of_parameters.popitem()[1].remove()
         while self._removables:
             self._removables.pop().remove()
         while self._paired:

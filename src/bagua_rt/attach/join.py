@@ -133,7 +133,7 @@ class Join:
 
     def _take_model(self, root: int) -> None:
         attachment = self._attachment
-        tensors = [*attachment.named.parameters.values(), *attachment.current_buffers()]
+        tensors = [*attachment.named.parameters.values(), *attachment.buffers.current()]
         world, device = attachment.context.world, attachment.context.device
         replicate_tensors(tensors, world, device, root)
         control = attachment.resources.control

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
@@ -53,7 +54,7 @@ class Layout:
         cap_bytes: Most bytes in a bucket.
         has_ready_order: Is the plan in the order in which gradients become ready?
         search: The search for the best bucket size, if there was one.
-        on_new_parameters: Told of parameters that take part for the first time.
+        install_hooks: Called with the parameters that take part; some may have no hook yet, or none any more.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Layout:
         self.has_ready_order = False
         self.is_confirmed = True
         self.search: BucketSizeSearch | None = None
-        self.on_new_parameters: Callable[[Sequence[int]], None] | None = None
+        self.install_hooks: Callable[[Sequence[int]], None] | None = None
         self._watch = watch
         self._context = context
         self._pipeline = pipeline
@@ -115,6 +116,8 @@ class Layout:
                 fix="build the embedding with sparse=False, or use GradientAllReduce",
             )
 
+    @torch.inference_mode(False)  # a forward for evaluation may be the first to see a change
+    @torch.no_grad()
     def _replan(self, order: Sequence[int]) -> None:
         self.plan.release_gradients()
         self.plan = self._planned(order)
@@ -180,10 +183,14 @@ class Layout:
         Raises:
             CollectiveError: a rank did not take part.
         """
-        if generation == 1 and not self.has_ready_order and self.state.source == "gradient":
+        if self.takes_order(generation):
             self.adopt_ready_order(ready_order)
         elif self.search is not None and self.search.found is None:
             self.search.step()
+
+    def takes_order(self, generation: int) -> bool:
+        """Is it before this generation that the ranks take the order of rank 0's gradients?"""
+        return generation == 1 and not self.has_ready_order and self.state.source == "gradient"
 
     def new_search(self, candidates_mb: Sequence[float], steps: int) -> BucketSizeSearch:
         """A search for the best bucket size, among the dense tensors of this plan.
@@ -224,6 +231,16 @@ class Layout:
         known = set(order)
         self.use_order([*(i for i in order if i in now), *(i for i in now if i not in known)])
 
+    @property
+    def changes(self) -> int:
+        """How often the model was found to have changed: its modules, parameters or buffers."""
+        return self._watch.changes
+
+    @property
+    def is_borrowed(self) -> bool:
+        """As `ParameterWatch.is_borrowed`."""
+        return self._watch.is_borrowed()
+
     def describe(self) -> list[tuple[str, str]]:
         """What each parameter's place is, for comparing with other ranks."""
         buckets = self.plan.bucket_of
@@ -231,7 +248,7 @@ class Layout:
         return [
             (
                 f"the part that parameter {name!r} takes",
-                f"bucket {buckets[i]}"
+                f"bucket {buckets[i]}, strides {tuple(self.params[i].stride())}"
                 if buckets[i] >= 0
                 else "sparse"
                 if i in taking_part
@@ -256,12 +273,12 @@ class Layout:
         except UsageError as error:
             self._pipeline.fail(error)
             raise
+        if self.install_hooks is not None:
+            self.install_hooks(trainable)
         before, now = set(self.plan.order), set(trainable)
         if before != now:
             if before_change is not None:
                 before_change()
             new = [i for i in trainable if i not in before]
-            if self.on_new_parameters is not None:
-                self.on_new_parameters(new)
             self.use_order([*(i for i in self.plan.order if i in now), *reversed(new)])
             self.is_confirmed = False

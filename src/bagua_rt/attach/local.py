@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from bagua_rt.attach.refusals import step_without_synchronising
 from bagua_rt.attach.untraced import untraced_frame
 
 
@@ -37,9 +38,14 @@ class LocalGradients:
             return False
         return self._accumulated[index] == (id(grad), grad._version) or not _is_zero(grad)
 
-    def indices(self) -> list[int]:
-        """The parameters for which `holds` is true, ascending."""
-        return [index for index in sorted(self._accumulated) if self.holds(index)]
+    def refuse_step(self, names: Sequence[str]) -> None:
+        """Raise if any is left: a step would move this rank's weights by its own gradients.
+
+        Raises:
+            UsageError: names them.
+        """
+        if left := [names[index] for index in sorted(self._accumulated) if self.holds(index)]:
+            raise step_without_synchronising(left)
 
     def clear(self) -> None:
         """All gradients have been synchronised."""

@@ -18,13 +18,11 @@ class NamedTensors:
     Attributes:
         parameters: Parameters by name, in registration order, frozen ones too.
         buffers: Buffers, by name.
-        buffer_places: For each of them, the module that has it and its key there.
         ignored: Names that were left out.
     """
 
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    buffer_places: tuple[tuple[nn.Module, str], ...]
     ignored: tuple[str, ...]
 
     @property
@@ -68,9 +66,31 @@ def name_tensors(model: nn.Module, ignore: Iterable[str] = ()) -> NamedTensors:
     return NamedTensors(
         parameters=dict(first.values()),
         buffers=dict(first_buffer.values()),
-        buffer_places=tuple(_place(model, name) for name, _ in first_buffer.values()),
         ignored=tuple(sorted(left_out)),
     )
+
+
+def name_buffers(
+    model: nn.Module, ignored: Iterable[str]
+) -> tuple[tuple[str, ...], tuple[tuple[nn.Module, str], ...]]:
+    """The buffers that `model` has now, as `name_tensors` has named those of before.
+
+    Args:
+        model: The model.
+        ignored: Names to leave out, beside those in the model's ``_ddp_params_and_buffers_to_ignore``.
+
+    Returns:
+        The names, and for each the module that has the buffer and its key there.
+    """
+    left_out = {*ignored, *getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+    buffers = list(model.named_buffers(remove_duplicate=False))
+    seen = {id(buffer) for name, buffer in buffers if name in left_out}
+    names: list[str] = []
+    for name, buffer in buffers:
+        if id(buffer) not in seen:
+            seen.add(id(buffer))
+            names.append(name)
+    return tuple(names), tuple(_place(model, name) for name in names)
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -106,8 +106,8 @@ class SparseGradients:
             self._context.world.all_gather(all_values, values, stream=lane)
 
         self._pipeline.call("sparse gradients", gather)
-        kept = torch.cat([torch.arange(r * most, r * most + count) for r, count in enumerate(rows)])
-        kept = kept.to(param.device)
+        ranges = [(r * most, r * most + count) for r, count in enumerate(rows)]
+        kept = torch.cat([torch.arange(*each, device="cpu") for each in ranges]).to(param.device)
         total = torch.sparse_coo_tensor(
             all_indices[kept].unsqueeze(0), all_values[kept], param.shape, check_invariants=False
         )

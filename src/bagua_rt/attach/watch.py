@@ -6,16 +6,22 @@ replaced, cast or moved, and one that was added, would train unsynchronised; tha
 
 from __future__ import annotations
 
+import sys
 from operator import attrgetter, eq, is_
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from bagua_rt.attach.sparse import sparse_parameters
 from bagua_rt.errors import UsageError
 
 # One after the other: a list of thousands of torch.Size sets off the garbage collector, which costs more.
 _SHAPE = attrgetter("shape")
+_CORE = attrgetter("_cdata")  # what torch.utils.swap_tensors swaps, and the hooks with it
+_FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
 class ParameterWatch:
@@ -28,6 +34,7 @@ class ParameterWatch:
 
     Attributes:
         sparse: Ids of the parameters whose gradients are sparse.
+        changes: How often something was found to be different.
     """
 
     def __init__(self, model: nn.Module, params: dict[str, nn.Parameter], ignored: tuple[str, ...]) -> None:
@@ -40,29 +47,47 @@ class ParameterWatch:
         self._ends = sorted({0, len(self._params) - 1}) if self._params else []
         self._ignored = frozenset(ignored)
         self.sparse = sparse_parameters(model)
+        self.changes = 0
         self._remember()
 
     def _remember(self) -> None:
         self._flags = [param.requires_grad for param in self._params]
-        self._tables = [
-            (module._parameters, tuple(module._parameters.values()), module._modules, len(module._modules))
-            for module in self._model.modules()
-        ]
+        self._cores = [_CORE(param) for param in self._params]
+        self._tables: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._buffers: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        for module in self._model.modules():
+            for table in (module._parameters, module._modules):
+                self._tables.append((table, tuple(table.values())))
+            self._buffers.append((module._buffers, _present(module._buffers)))
 
     def has_changed(self) -> bool:
         """Is anything different from when `trainable` was last asked?"""
-        for table, values, modules, module_count in self._tables:
-            if len(modules) != module_count or len(table) != len(values):
-                return True
-            if not all(map(is_, table.values(), values)):
+        for table, values in self._tables:
+            if len(table) != len(values) or not all(map(is_, table.values(), values)):
+                return not self.is_borrowed()
+        for table, keys in self._buffers:  # values are replaced in each forward, by some
+            if (table or keys) and _present(table) != keys:
                 return True
         params = self._params
         return (
             [param.requires_grad for param in params] != self._flags
             or [param.dtype for param in params] != self._dtypes
             or not all(map(eq, map(_SHAPE, params), self._shapes))
+            or not all(map(eq, map(_CORE, params), self._cores))
             or any(params[i].device != self._devices[i] for i in self._ends)  # a model moves as a whole
         )
+
+    def is_borrowed(self) -> bool:
+        """Does torch.func run the model, with tensors of its own in the places of the model's?
+
+        They are gone when it returns, and their gradients are not the model's.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return True
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not _FUNCTIONAL_CALL:
+            frame = frame.f_back
+        return frame is not None
 
     def trainable(self) -> list[int]:
         """Indices of the attached parameters that take part from now on.
@@ -85,6 +110,7 @@ class ParameterWatch:
         kinds = zip(self._dtypes, self._devices, self._shapes, strict=True)
         for param, (dtype, device, shape) in zip(self._params, kinds, strict=True):
             self._refuse_other_kind(param, dtype, device, shape)
+        self.changes += 1
         self._remember()
         return [i for i, param in enumerate(self._params) if id(param) in present and param.requires_grad]
 
@@ -98,3 +124,7 @@ class ParameterWatch:
                 got=f"{tuple(param.shape)}, {param.dtype} on {param.device}",
                 fix="change the model first, then attach() it",
             )
+
+
+def _present(table: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(key for key, value in table.items() if value is not None)

@@ -144,9 +144,9 @@ class CheckedCommunicator(Collectives):
             except Exception as error:  # pickling runs the object's own code; peers wait for an answer
                 failed, payload = error, f"{type(error).__name__}: {error}".encode()
         # The size goes first; a negative one announces an error text instead of the object.
-        size = torch.tensor([-len(payload) if failed else len(payload)])
+        size = torch.tensor([-len(payload) if failed else len(payload)], device="cpu")
         count = int(self._host_broadcast(size, root).item())
-        data = torch.empty(abs(count), dtype=torch.uint8)
+        data = torch.empty(abs(count), dtype=torch.uint8, device="cpu")
         if payload:
             data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         raw = self._host_broadcast(data, root).numpy().tobytes()

@@ -15,19 +15,26 @@ class FailureBoard:
 
     Args:
         client: A store client of the board's own; None in a job of one rank, which has nobody to tell.
+
+    Attributes:
+        is_known: Does this rank know of a failure: its own, or one that it has read of?
     """
+
+    KEY = "failure"
 
     def __init__(self, client: StoreClient | None) -> None:
         self._client = client
         self._seen: str | None = None
+        self.is_known = False
 
     def post(self, text: str) -> None:
         """Tell the other ranks why this one failed. The first post stays; later ones are dropped."""
         client = self._client
+        self.is_known = True
         if client is None:
             return
         try:
-            client.write_once("failure", text, timeout_s=_TELL_S)
+            client.write_once(self.KEY, text, timeout_s=_TELL_S)
         except (PeerError, CollectiveTimeoutError) as error:  # there is nobody left to tell, or no way
             self._seen = self._seen or str(error)
 
@@ -37,8 +44,9 @@ class FailureBoard:
         if self._seen is not None or client is None:
             return self._seen
         try:
-            found = client.glance("failure")
+            found = client.glance(self.KEY)
             self._seen = None if found is None else found.decode(errors="replace")
+            self.is_known |= found is not None
         except PeerError as error:
             # A board that was closed meanwhile has no news: its own end of the line is shut.
             self._seen = None if self._client is None else str(error)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 # torch.distributed re-exports these names without telling type checkers.
+from torch._C import _DistError
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -33,7 +34,14 @@ from torch._C._distributed_c10d import (
 from bagua_rt.control.failure_board import DepartureBoard, FailureBoard
 from bagua_rt.control.patience import Patience
 from bagua_rt.control.roll_call import RollCall
-from bagua_rt.errors import BaguaError, ClosedError, CollectiveTimeoutError, LayoutMismatchError, PeerError
+from bagua_rt.errors import (
+    BaguaError,
+    ClosedError,
+    CollectiveTimeoutError,
+    LayoutMismatchError,
+    PeerError,
+    interrupted,
+)
 from bagua_rt.rendezvous import Pace, StoreClient, meet, within
 
 # gloo's own deadline would kill the group, and counts per message; ours is kept on the host.
@@ -115,6 +123,7 @@ class Control:
         world_size: Size of the group.
         name: The lane's name in messages.
         timeout_s: The deadline of every wait that names none, and of the making.
+        news: Says why another rank won't come to the making, if that is known.
 
     Attributes:
         failures: The failure board, which every wait of this lane looks at.
@@ -127,7 +136,14 @@ class Control:
     """
 
     def __init__(
-        self, client: StoreClient | None, rank: int, world_size: int, name: str, *, timeout_s: float
+        self,
+        client: StoreClient | None,
+        rank: int,
+        world_size: int,
+        name: str,
+        *,
+        timeout_s: float,
+        news: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -145,7 +161,7 @@ class Control:
         self._outstanding: list[Any] = []  # maxima
         self._agreement: Any = None  # what an agreement waits for; still there if it was interrupted
         if client is not None and world_size > 1:
-            meet(client, rank, world_size, timeout_s, f"the control lane {name}")
+            meet(client, rank, world_size, timeout_s, f"the control lane {name}", news)
             try:
                 self._groups = tuple(
                     _Gloo(client.prefixed(f"gloo/{part}"), rank, world_size, timeout_s)
@@ -159,9 +175,9 @@ class Control:
                     expected="all ranks, and the process that serves the store, to go on",
                     fix="look for a rank that hangs",
                 ) from error
-            news = client.clone()
-            self.failures = FailureBoard(news)
-            self.departures = DepartureBoard(news)
+            board = client.clone()
+            self.failures = FailureBoard(board)
+            self.departures = DepartureBoard(board)
             self.roll_call = RollCall(client.clone(), rank, world_size)
 
     def agree(self, topic: str, payload: bytes = b"", timeout_s: float | None = None) -> list[bytes]:
@@ -254,21 +270,28 @@ class Control:
         """
         self._check()
         patience = self.patience(lambda: f"rank {self.rank} waited for {what} on {self.name}", timeout_s)
+        try:
+            self._finish(work, what, patience)
+        except BaguaError as error:
+            raise self._fail(error) from error.__cause__
+        except BaseException as error:  # the ranks are in different places now
+            self.failures.post(f"rank {self.rank}: {self._fail(interrupted(error))}")
+            raise
+
+    def _finish(self, work: Any, what: str, patience: Patience) -> None:
         has_ended = False
         while True:
             try:
                 work.wait(timedelta(seconds=max(0.001, min(_LOOK_S, patience.left_s))))
                 return
             except RuntimeError as error:
+                if type(error) is not RuntimeError and not isinstance(error, _DistError):
+                    raise  # a signal handler's
                 if has_ended:
-                    raise self._fail(_peer_error(what, error, patience.who_is_there())) from error
+                    raise _peer_error(what, error, patience.who_is_there()) from error
             has_ended = work.is_completed()
-            if has_ended:  # with an error, or well, just after the wait was over: the next one tells
-                continue
-            try:
+            if not has_ended:  # else with an error, or well, just after the wait was over: the next one tells
                 patience.look()
-            except BaguaError as error:
-                raise self._fail(error) from None
 
     def patience(self, where: Callable[[], str], timeout_s: float | None = None) -> Patience:
         """Begin to wait for other ranks.
@@ -322,7 +345,7 @@ class Control:
             raise self._fail(_peer_error(what, error, "")) from error
 
     def _gather(self, record: torch.Tensor, what: str, pace: Pace) -> list[bytes]:
-        out = torch.empty(self.world_size * _RECORD_BYTES, dtype=torch.uint8)
+        out = torch.empty(self.world_size * _RECORD_BYTES, dtype=torch.uint8, device="cpu")
         group, options = self._groups[0].group, AllgatherOptions()
         options.timeout = _GLOO_TIMEOUT
         work = self._launch(lambda: group._allgather_base(out, record, options), what)
@@ -365,7 +388,7 @@ class Control:
         if rank == self.rank:
             wire = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())
         else:
-            wire = torch.empty(length, dtype=torch.uint8)
+            wire = torch.empty(length, dtype=torch.uint8, device="cpu")
         options = BroadcastOptions()
         options.rootRank = rank
         options.timeout = _GLOO_TIMEOUT

@@ -23,7 +23,11 @@ class Place(Enum):
     BACKWARD = "the end of a backward"
     BEGINNING = "the beginning of a backward, with no step since the last"
     FORWARD = "a forward, with no step since the last backward"
+    BUFFERS = "a forward that takes rank 0's buffers, as each outside of no_sync() does"
+    OTHER_BUFFERS = "a forward with other buffers than before"
+    ORDER = "the second backward, which takes the order of rank 0's gradients"
     STEP = "optimizer.step()"
+    BY_HAND = "optimizer.step(), with gradients that no backward has made"
     BACKGROUND = "a round in the background"
 
 
@@ -44,6 +48,7 @@ class LedgerEntry:
         finished: Has this rank no more data?
         steps: 8 bytes that stand for how far the optimizers have gone.
         place: Where this rank is.
+        loaded: Has it loaded state into the model or an optimizer since it last said so?
     """
 
     generation: int
@@ -55,6 +60,7 @@ class LedgerEntry:
     finished: bool = False
     steps: bytes = bytes(8)
     place: Place = Place.BACKWARD
+    loaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class LedgerResult:
         any_nonfinite: Some rank found something not finite.
         any_finished: Some rank has no more data.
         all_finished: No rank has any.
+        any_loaded: Some rank has loaded state.
     """
 
     generation_differs: bool
@@ -88,10 +95,11 @@ class LedgerResult:
     any_nonfinite: bool
     any_finished: bool
     all_finished: bool
+    any_loaded: bool
 
 
-_LEDGER_HEAD = struct.Struct("<QI8s???B8s")
-_STAGE, _PLAN, _FLAGS, _PLACE, _STEPS, _HEAD = 8, 12, 20, 23, 24, _LEDGER_HEAD.size
+_LEDGER_HEAD = struct.Struct("<QI8s????B8s")
+_STAGE, _PLAN, _FLAGS, _PLACE, _STEPS, _HEAD = 8, 12, 20, 24, 25, _LEDGER_HEAD.size
 
 
 def pack(entry: LedgerEntry) -> torch.Tensor:
@@ -110,6 +118,7 @@ def pack(entry: LedgerEntry) -> torch.Tensor:
         entry.aborted,
         entry.nonfinite,
         entry.finished,
+        entry.loaded,
         _PLACES[entry.place],
         entry.steps,
     )
@@ -128,8 +137,8 @@ def unpack(reduced: torch.Tensor) -> LedgerResult:
     differs = high != 255 - low  # somewhere larger than somewhere else
     somewhere = np.flatnonzero(high[_HEAD:]).tolist()
     everywhere = np.flatnonzero(low[_HEAD:] != 255).tolist()
-    aborted, nonfinite, finished = (bool(flag) for flag in high[_FLAGS:_PLACE])
-    all_aborted, _, all_finished = (bool(flag != 255) for flag in low[_FLAGS:_PLACE])
+    aborted, nonfinite, finished, loaded = (bool(flag) for flag in high[_FLAGS:_PLACE])
+    all_aborted, _, all_finished, _ = (bool(flag != 255) for flag in low[_FLAGS:_PLACE])
     return LedgerResult(
         generation_differs=bool(differs[:_STAGE].any()),
         stage_differs=bool(differs[_STAGE:_PLAN].any()),
@@ -143,4 +152,5 @@ def unpack(reduced: torch.Tensor) -> LedgerResult:
         any_nonfinite=nonfinite,
         any_finished=finished,
         all_finished=all_finished,
+        any_loaded=loaded,
     )

@@ -165,10 +165,10 @@ class FrozenVarianceAdam(PairedOptimizer):
     def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[param]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            state["variance_steps"] = torch.zeros((), dtype=torch.float32)
+            state["variance_steps"] = torch.zeros((), dtype=torch.float32, device="cpu")
         return state
 
     def _update_adam(self, group: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from bagua_rt.backend import Backend, Communicator, Stream
-from bagua_rt.control import CallBoard, Control
+from bagua_rt.control import CallBoard, Control, FailureBoard
 from bagua_rt.errors import ClosedError, UsageError
 from bagua_rt.rendezvous import Rendezvous, Seat, StoreClient, arrange_nodes, meet, within_group
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 open_groups: list[ProcessGroup] = []
+_LATEST = 4  # control lanes whose news are still looked for, closed ones too
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class ProcessGroup:
         self._pid = os.getpid()
         self._is_closed = False
         self._made: dict[str, int] = {}
+        self._latest_lanes: deque[tuple[StoreClient, FailureBoard]] = deque(maxlen=_LATEST)
         self._on_close: list[Callable[[], None]] = []
         self.name = name
         self.rank = rank
@@ -231,7 +234,8 @@ class ProcessGroup:
         keys = None
         if self._job.wiring is not None:
             keys = self._job.wiring.under(f"group/{name}")
-            meet(keys, self.rank, self.world_size, self.timeout_s, f"making the communicators {name}")
+            what = f"making the communicators {name}"
+            meet(keys, self.rank, self.world_size, self.timeout_s, what, self._news)
         owned: list[Stream] = []
         with contextlib.ExitStack() as undo:
             undo.callback(_close_streams, self.backend, owned)
@@ -291,7 +295,19 @@ class ProcessGroup:
         name = f"{self.name}/{self._numbered(name)}"
         wiring = self._job.wiring
         keys = None if wiring is None else wiring.under(f"control/{name}")
-        return Control(keys, self.rank, self.world_size, name, timeout_s=self.timeout_s)
+        lane = Control(keys, self.rank, self.world_size, name, timeout_s=self.timeout_s, news=self._news)
+        if keys is not None:
+            self._latest_lanes.append((keys, lane.failures))
+        return lane
+
+    def _news(self) -> str | None:
+        """What another rank failed with where this one has been, without hearing of it: it went on, and waits
+        elsewhere now, maybe for a rank that died."""
+        for keys, board in self._latest_lanes:
+            if not board.is_known and (failure := keys.glance(board.KEY)) is not None:
+                board.is_known = True  # told once
+                return failure.decode(errors="replace")
+        return None
 
     def refuse(self, name: str, reason: str) -> None:
         """Tell the ranks that make the control lane `name` that this rank does not: they raise UsageError.

@@ -23,6 +23,10 @@ _askers: weakref.WeakSet[Asker] = weakref.WeakSet()
 _ending = threading.Event()
 
 
+class NoAnswerError(TimeoutError):
+    """There was no answer in time. Of its own kind: signal handlers raise TimeoutError in whatever waits."""
+
+
 class _Question:
     """Something to ask, and what came of it."""
 
@@ -65,14 +69,14 @@ class Asker:
         """The answer to `question`. Any thread may ask; they take turns.
 
         Raises:
-            TimeoutError: there was none in time, or not even one to an earlier question.
+            NoAnswerError: there was none in time, or not even one to an earlier question.
             Exception: what the question met.
         """
         deadline = time.monotonic() + timeout_s
         if _ending.is_set():
-            raise TimeoutError
+            raise NoAnswerError
         if not self._lock.acquire(timeout=timeout_s):
-            raise TimeoutError
+            raise NoAnswerError
         try:
             if self._open is not None:
                 self._await(self._open, deadline)
@@ -87,7 +91,7 @@ class Asker:
     def _await(self, asked: _Question, deadline: float) -> None:
         self._open = asked
         if not asked.is_answered.wait(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError
+            raise NoAnswerError
         self._open = None
 
     @property

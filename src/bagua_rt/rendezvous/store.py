@@ -24,12 +24,13 @@ from typing import TypeVar
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bagua_rt.errors import CollectiveTimeoutError, PeerError, UsageError
-from bagua_rt.rendezvous.asker import Asker
+from bagua_rt.rendezvous.asker import Asker, NoAnswerError
 from bagua_rt.rendezvous.connection import Connection, connected
 
 _T = TypeVar("_T")
 
 _CLONE_S = 30.0  # generous: on a live server it takes 1 ms
+_NEWS_S = 0.2  # how often a rank that meets others looks for news of them
 _LOOK_S = 0.5  # for an answer that may as well be none; as generous
 
 
@@ -288,13 +289,20 @@ class StoreClient:
             raise self.gone()
         try:
             return self._asker.ask(question, self._timeout_s if timeout_s is None else timeout_s)
-        except TimeoutError as error:
+        except NoAnswerError as error:
             raise self._silent() from error
         except RuntimeError as error:  # torch's DistError tree; the server went between look and question
             raise self.gone() from error
 
 
-def meet(client: StoreClient, rank: int, world_size: int, timeout_s: float, what: str) -> None:
+def meet(
+    client: StoreClient,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    what: str,
+    news: Callable[[], str | None] = lambda: None,
+) -> None:
     """Wait until all ranks of a group are here.
 
     Args:
@@ -303,13 +311,14 @@ def meet(client: StoreClient, rank: int, world_size: int, timeout_s: float, what
         world_size: Size of the group.
         timeout_s: The deadline, from now.
         what: What the ranks meet for, for the message.
+        news: Asked now and then: why another rank won't come, if that is known.
 
     Raises:
         CollectiveTimeoutError: the deadline passed; names the ranks that are missing.
         UsageError: another rank refused to come; tells why.
-        PeerError: the store is gone.
+        PeerError: the store is gone, or there is news.
     """
-    pace = Pace(timeout_s)
+    pace, look = Pace(timeout_s), Pace(_NEWS_S)
     client.set(f"here/{rank}", "1", timeout_s=timeout_s)
     missing = [other for other in range(world_size) if other != rank]
     while True:
@@ -319,6 +328,10 @@ def meet(client: StoreClient, rank: int, world_size: int, timeout_s: float, what
             return
         if (refusal := client.glance("refused")) is not None:
             raise UsageError(f"{what}: another rank refused", got=refusal.decode(errors="replace"))
+        if look.is_over:
+            look = Pace(_NEWS_S)
+            if (failure := news()) is not None:
+                raise PeerError(f"{what}: another rank has failed meanwhile", got=failure)
         if pace.is_over:
             missing = [other for other in missing if client.glance(f"here/{other}") is None]
             raise CollectiveTimeoutError(
