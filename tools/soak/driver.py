@@ -8,6 +8,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from tools.soak.crew import Worker, heard
 from tools.soak.plan import Fault, Plan, draw
 from tools.soak.trainee import Answer, Order
 
-SLACK_S = 25.0  # on a loaded machine
-NOTICED_S = 10.0  # how soon after a death the survivors have all raised
+SLACK_S = 30.0  # to start, meet and train, beside the deadline
+NOTICED_S = 12.0  # how soon after a death the survivors have all raised; their deadline is much later
+MOST_CROWDED = 8.0
 
 
 class WrongError(Exception):
@@ -49,6 +51,12 @@ class Soak:
         self._is_loud = is_loud
         self._workers: list[Worker] = []
         self._meetings = 0
+        self._crowding: deque[float] = deque(maxlen=5)
+
+    def stretch(self) -> float:
+        """What every time in a plan is to be multiplied by: this machine may have other things to do."""
+        self._crowding.append(crowding())
+        return min(MOST_CROWDED, max(self._crowding))
 
     def close(self) -> None:
         """End all processes."""
@@ -116,6 +124,8 @@ class _Life:
         self._life = life
         self._crew = dict(enumerate(crew))
         self._fault = fault
+        self._stretch = soak.stretch()
+        self._timeout_s = plan.timeout_s * self._stretch
         self._due: list[tuple[float, int]] = []  # when which signal goes to the victim
         self._died = 0.0
         self._training: set[int] = set()
@@ -126,10 +136,10 @@ class _Life:
         plan, fault = self._plan, self._fault
         meeting = self._soak.meeting(plan)
         for rank, worker in self._crew.items():
-            worker.order(Order(plan, self._life, rank, len(self._crew), meeting))
+            worker.order(Order(plan, self._life, rank, len(self._crew), meeting, self._timeout_s))
         if fault is not None and fault.kind == "kill early":
             self._due = [(time.monotonic() + fault.after_s, signal.SIGKILL)]
-        ends = time.monotonic() + plan.timeout_s + SLACK_S + plan.steps
+        ends = time.monotonic() + self._timeout_s + (SLACK_S + plan.steps) * self._stretch
         waiting = dict(self._crew)
         while waiting:
             if time.monotonic() > ends:
@@ -180,7 +190,7 @@ class _Life:
         return bool(self._died) and self._fault is not None and self._fault.kind == "stop"
 
     def _check_times(self) -> None:
-        fault, plan = self._fault, self._plan
+        fault = self._fault
         if any(answer.kind == "wrong" for answer in self._answers.values()):
             return  # the others' errors come from that
         failed = [answer for answer in self._answers.values() if answer.kind == "failed"]
@@ -190,17 +200,29 @@ class _Life:
             self._soak.bury(self._crew[fault.victim])  # stopped, or done before it was to die
             self._answers.pop(fault.victim, None)
         if failed and fault is not None:
-            late_s = max(answer.ended for answer in failed) - self._died
-            allowed = NOTICED_S + (0.0 if fault.kind == "kill" else plan.timeout_s)
+            ends = sorted(answer.ended for answer in failed)
+            late_s, spread_s = ends[-1] - self._died, ends[-1] - ends[0]
+            noticed_s = NOTICED_S * self._stretch
+            # Ranks that meet have no connections yet that the death would end.
+            is_seen = fault.kind == "kill" and not self._plan.reattaches
+            allowed_s = noticed_s + (0.0 if is_seen else self._timeout_s)
             self._soak.totals.slowest_s = max(self._soak.totals.slowest_s, late_s)
-            if late_s > allowed:
-                raise WrongError(
-                    f"the last survivor raised {late_s:.1f} s after the {fault.kind}\n{failed[0].text}"
-                )
+            if late_s > allowed_s or spread_s > noticed_s:
+                texts = [f"the last survivor raised {late_s:.1f} s after the {fault.kind},"]
+                texts += [f"{spread_s:.1f} s after the first", *(answer.text for answer in failed)]
+                raise WrongError("\n".join(texts))
 
     def _stuck(self, waiting: dict[int, Worker]) -> str:
         texts = [f"--- rank {rank}\n{worker.stacks()}" for rank, worker in waiting.items()]
         return "\n".join([f"ranks {sorted(waiting)} of life {self._life} hang", *texts])
+
+
+def crowding() -> float:
+    """How many times longer than on a machine of its own this process needs for some work now."""
+    began, used = time.monotonic(), time.process_time()
+    while time.process_time() - used < 0.03:
+        pass
+    return (time.monotonic() - began) / (time.process_time() - used)
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ class Order:
         rank: This rank, in this life.
         world_size: Number of ranks in this life.
         meeting: A path for a store of files, or a port.
+        timeout_s: The deadline, as it is to be on this machine now.
     """
 
     plan: Plan
@@ -38,6 +39,7 @@ class Order:
     rank: int
     world_size: int
     meeting: str | int
+    timeout_s: float
 
 
 @dataclass
@@ -123,7 +125,7 @@ class Trainee:
 
     @contextmanager
     def _group(self, order: Order) -> Any:
-        arguments: dict[str, Any] = {"timeout_s": self.plan.timeout_s, "lanes": self.plan.lanes}
+        arguments: dict[str, Any] = {"timeout_s": order.timeout_s, "lanes": self.plan.lanes}
         if order.world_size > 1:
             arguments |= {"rank": order.rank, "world_size": order.world_size}
             if isinstance(order.meeting, str):
