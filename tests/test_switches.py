@@ -30,6 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qadam": {},
 }
 
+DIFFERENT = ("async_model_average", "decentralized", "local_sgd", "low_precision_decentralized")  # on purpose
+
 
 def hooks(trainer: Trainer) -> list[int]:
     optimizer, model = trainer.optimizer, trainer.model
@@ -68,6 +70,7 @@ def switched(ctx: RankContext) -> tuple[list[dict[str, int]], list[list[int]]]:
         for t in range(5):
             for name, settings in SETTINGS.items():
                 trainer.run.switch(bagua.algorithms.create(name, **settings))
+                assert trainer.run.bit_equal is (name not in DIFFERENT), name
                 for _ in range(2):
                     trainer.step(ctx.rank, t, 3)
             found.append(left())

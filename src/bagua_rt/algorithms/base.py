@@ -17,6 +17,8 @@ When the methods of a state run, and where::
     after_step       training   compute   a given optimizer has stepped
     commit           training   compute   a round of communication completed on this rank
     rollback         training   compute   a round failed; what `communicate` changed must be undone or reset
+    state_dict       training   compute   a checkpoint, a re-plan or a switch; nothing is outstanding
+    load_state_dict  training   compute   after `setup`, once the buckets are those of a re-plan or checkpoint
     close            training   compute   the attachment ends, or switches to another algorithm
 
 A *generation* is one synchronised backward. A *round* is one communication of all buckets. With
@@ -191,7 +193,7 @@ class AlgorithmState(ABC):
         """A round failed: undo what it changed in this state, or reset it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold, besides weights and the optimizers' own states."""
+        """What a checkpoint must hold, besides weights and the optimizers' own states: copies of it."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
