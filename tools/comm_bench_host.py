@@ -84,6 +84,9 @@ class HostTorch:
     def current_stream(self) -> int:
         return self._handle
 
+    def is_capturing(self) -> bool:
+        return False
+
     def run(self, stream: int, fn: Callable[[], object]) -> None:
         fn()
 

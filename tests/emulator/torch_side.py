@@ -202,6 +202,9 @@ class EmulatedTorch:
     def current_stream(self) -> int:
         return self.compute_handle
 
+    def is_capturing(self) -> bool:
+        return False
+
     def run(self, stream: int, fn: Callable[[], object]) -> None:
         with torch.no_grad(), StreamOperations(stream, "run", self._lanes_pool):
             fn()

@@ -26,6 +26,10 @@ class TorchSide(Protocol):
         """The handle of the stream that the calling thread's torch operations go to."""
         ...
 
+    def is_capturing(self) -> bool:
+        """Is that stream being captured into a CUDA graph?"""
+        ...
+
     def run(self, stream: int, fn: Callable[[], object]) -> None:
         """Call `fn` on this thread, its torch operations queued on the stream with this handle."""
         ...
@@ -61,13 +65,22 @@ class CudaTorch:
         """The handle of the stream that the calling thread's torch operations go to."""
         return torch._C._cuda_getCurrentRawStream(self._index)
 
+    def is_capturing(self) -> bool:
+        """Is the current stream being captured into a CUDA graph?"""
+        return torch._C._cuda_isCurrentStreamCapturing()
+
     def run(self, stream: int, fn: Callable[[], object]) -> None:
         """Call `fn` on this thread, its torch operations queued on the stream with this handle."""
-        outer = torch.cuda.ExternalStream(stream, device=self.torch_device)
-        with torch.cuda.stream(outer), torch.no_grad():
+        with torch.cuda.stream(self._stream(stream)), torch.no_grad():
             fn()
 
     def empty_on(self, stream: int, size_bytes: int) -> torch.Tensor:
         """Fresh memory whose first use is on the stream with this handle."""
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.torch_device)):
+        with torch.cuda.stream(self._stream(stream)):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        """Torch's stream with this handle; for 0, ExternalStream would give one of torch's pool."""
+        if not handle:
+            return torch.cuda.default_stream(self.torch_device)
+        return torch.cuda.ExternalStream(handle, device=self.torch_device)

@@ -63,6 +63,9 @@ class CudaDevice:
         self._core, self._driver = core, import_cuda("bindings.driver")
         self.raw = core.Device(index)
         self.enter()
+        kinds = core.EventOptions
+        name = "timing_enabled" if hasattr(kinds(), "timing_enabled") else "enable_timing"  # before 1.0
+        self._event_options = [kinds(**{name: timed}) for timed in (False, True)]
         self._spare_events = SpareEvents(self.new_event)
         self._compute: dict[int, CudaStream] = {}
         self._streams: set[CudaStream] = set()
@@ -74,17 +77,25 @@ class CudaDevice:
     # ---- streams
 
     def compute_stream(self) -> CudaStream:
-        """The calling thread's current torch stream."""
+        """The calling thread's current torch stream.
+
+        Raises:
+            UsageError: it is being captured into a CUDA graph.
+        """
+        if self.torch_side.is_capturing():
+            raise _captured()
         handle = self.torch_side.current_stream()
         stream = self._compute.get(handle)
         if stream is None:
             stream = CudaStream("compute", self._wrapped(handle), self._spare_events, is_ours=False)
+            stream.handle = handle  # of the default stream, cuda.core has another one
             self._compute[handle] = stream
         return stream
 
     def _wrapped(self, handle: int) -> Any:
         self.enter()
-        return self._core.Stream.from_handle(handle) if handle else self.raw.default_stream
+        # Torch's 0 is the legacy stream, whatever cuda.core is told to take for the default one.
+        return self._core.Stream.from_handle(handle) if handle else self._core.LEGACY_DEFAULT_STREAM
 
     def new_stream(self, name: str, *, high_priority: bool = True) -> CudaStream:
         """A new stream that doesn't synchronise with the legacy one; release it with `close_stream`."""
@@ -146,7 +157,7 @@ class CudaDevice:
 
     def new_event(self, *, timed: bool = False) -> Any:
         self.enter()
-        return self.raw.create_event(options=self._core.EventOptions(timing_enabled=timed))
+        return self.raw.create_event(options=self._event_options[timed])
 
     def wait(self, stream: backend.Stream, event: backend.Event) -> None:
         """Hold back what is queued on `stream` from now on until `event` completes.
@@ -179,7 +190,10 @@ class CudaDevice:
         if raw is None or lane.is_closed or self._refusal is not None:
             self.require_open(lane)
             raw = entered.event = self.new_event()
-        compute = self._compute.get(self.torch_side.current_stream()) or self.compute_stream()
+        side = self.torch_side
+        if side.is_capturing():
+            raise _captured()
+        compute = self._compute.get(side.current_stream()) or self.compute_stream()
         try:
             compute.raw.record(raw)
             lane.raw.wait(raw)  # takes the record of now: the event may be recorded anew at once
@@ -322,6 +336,16 @@ def cuda_event(event: backend.Event) -> CudaEvent:
     if not isinstance(event, CudaEvent):
         raise UsageError("this is not an event of the CUDA device", got=repr(event))
     return event
+
+
+def _captured() -> UsageError:
+    """The host takes part in each operation: it asks events, notes errors and keeps memory for one launch."""
+    return UsageError(
+        "the compute stream is being captured into a CUDA graph, and communication can't be part of one",
+        expected="collectives, and backwards of an attached model, outside of torch.cuda.graph()",
+        got="a call between the begin and the end of a capture",
+        fix="capture the parts of the model that communicate nothing: torch.cuda.make_graphed_callables()",
+    )
 
 
 # NCCL calls on one device come from one thread at a time, whatever backends are open in this process.
