@@ -209,6 +209,7 @@ def after_torch(ctx: RankContext, backend: str) -> None:
             "send_recv": (lambda: w.comm.send_recv(t, (w.rank + 1) % n, out, (w.rank - 1) % n), out, -1.0),
         }
         for name, (call, changed, right) in calls.items():
+            call().wait()  # a library may set itself up in a first call, which is nothing to hold up
             gate = threading.Event()
             if not d.host_is_compute:
                 w.hold(compute, gate)
