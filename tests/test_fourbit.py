@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,35 @@ def make() -> Trainer:
 def test_a_checkpoint_resumes_bit_equal(pool: RankPool, save_at: int) -> None:
     seed = zoo.seed_of_today()
     assert on(pool, 3, zoo.resumed, make, save_at, 6, seed) == [True] * 3, f"{seed=}"
+
+
+def cut_otherwise(ctx: RankContext, seed: int) -> tuple[list[str], list[torch.dtype], bool]:
+    texts: list[str] = []
+    log, handler = logging.getLogger("bagua_rt"), logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    with group(ctx):
+        whole, parts = (Trainer(FourBit(), dtype=torch.bfloat16, cap_mb=cap) for cap in (1.0, 2**-12))
+        for trainer in (whole, parts):
+            trainer.model.is_shuffled = True  # another plan after the first generation
+            for t in range(2):
+                trainer.step(ctx.rank, t, seed)
+        saved = parts.run.state_dict()
+        found = list(texts)
+        whole.run.load_state_dict(saved)
+        errors = [part for pair in whole.run.state_dict()["state"]["errors"] for part in pair]
+        for trainer in (whole, parts):
+            trainer.run.close()
+    log.removeHandler(handler)
+    assert not found, "a re-plan is nothing to warn of"
+    return texts, [error.dtype for error in errors], any(bool(error.any()) for error in errors)
+
+
+def test_errors_of_other_buckets_start_at_zero_and_the_log_says_so(pool: RankPool) -> None:
+    for texts, dtypes, is_any in on(pool, 2, cut_otherwise, zoo.seed_of_today()):
+        assert texts == ["the checkpoint has other buckets (bucket_cap_mb=?): the errors start at zero"]
+        assert dtypes == [torch.float32] * 2, "wider than what they are the errors of"
+        assert not is_any
 
 
 def test_a_gradient_scaler_skips_on_all_ranks_or_none(pool: RankPool) -> None:

@@ -189,6 +189,8 @@ def odd_outer(ctx: RankContext, algorithm: LocalSGD, seed: int) -> list[bytes]:
         trainer = Trainer(algorithm, dtype=torch.float32, extras=True, cap_mb=2**-10)
         for t in range(4):
             trainer.step(ctx.rank, t, seed)
+        state = trainer.run.state_dict()["state"]
+        assert state["anchor"]["rounded"].dtype is state["momentum"]["rounded"].dtype is torch.float32
         trainer.run.close()
         assert trainer.model.unused.tolist() == [3.0] * 4, f"{seed=}"
         kept = {k: v for k, v in trainer.model.named_parameters() if k != "ignored" and v.numel()}

@@ -140,11 +140,13 @@ def switched_wrongly(ctx: RankContext) -> dict[str, Any]:
             model(torch.ones(2, 3) * torch.tensor([[1.0], [2.0 + ctx.rank]])).square().sum().backward()
             optimizer.step()
 
-        for _ in range(3):
-            step()
+        step()
+        step()
+        older = run.state_dict()
+        step()
         before = run.state_dict()
         of_other = {**before, "algorithm": "bytegrad"}
-        broken = {**before, "state": {"errors": 3}}
+        broken = {**older, "state": {"errors": 3}}
         late = {**before, "generations": 17}
         switch: Callable[..., Any] = run.switch
         load: Callable[..., Any] = run.load_state_dict
@@ -156,7 +158,7 @@ def switched_wrongly(ctx: RankContext) -> dict[str, Any]:
             "setup": lambda: switch(Picky(at="setup")),
             "no checkpoint": lambda: load({} if is_odd else before),
             "of another": lambda: load(of_other if is_odd else before),
-            "broken": lambda: load(broken if is_odd else before),
+            "broken": lambda: load(broken if is_odd else older),
             "late": lambda: load(late if is_odd else before),
             "order": lambda: load({**before, "order": ["x"]} if is_odd else before),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ from bagua_rt.algorithms.base import AlgorithmState, Context
 from bagua_rt.algorithms.operations import CODEC_DTYPES, hierarchical_, hierarchical_sum_
 from bagua_rt.backend import Communicator, Device, Kernels, Stream
 from bagua_rt.bucket import Bucket
+
+_log = logging.getLogger("bagua_rt")
 
 
 class Codec(Protocol):
@@ -203,6 +206,7 @@ class CompressedMeans:
         self._feedback = feedback
         self._buckets: tuple[Bucket, ...] = ()
         self._means: dict[int, CompressedMean] = {}
+        self._former_plan: list[list[str]] = []
         self._awaits_setup: Mapping[str, Any] | None = None
 
     @property
@@ -215,6 +219,7 @@ class CompressedMeans:
         """Make what each of `buckets` needs; errors start at zero. No buckets: let go of everything."""
         communicators = self._context.communicators
         meet = communicators.inter_node if self._hierarchical else communicators.world
+        self._former_plan = self._plan()
         self._buckets = tuple(buckets)
         self._means = {
             b.index: CompressedMean(b.flat, b.plan.numel, meet, self._codec, feedback=self._feedback)
@@ -270,7 +275,7 @@ class CompressedMeans:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave. Saved for another plan, errors start at zero.
+        """Take up what `state_dict` gave. Saved for another plan, errors start at zero, as at a re-plan.
 
         Where there are no means yet, it waits for `setup`: the optimizer, which knows the stage, may be
         loaded after this.
@@ -278,6 +283,8 @@ class CompressedMeans:
         self._awaits_setup = None if self._means or not state["plan"] else state
         if state["plan"] != self._plan():
             self.reset()
+            if self._means and self._feedback and state["plan"] not in ([], self._former_plan):
+                _log.warning("the checkpoint has other buckets (bucket_cap_mb=?): the errors start at zero")
             return
         for mean, saved in zip(self._means.values(), state["errors"], strict=True):
             for error, value in zip(mean.errors(), saved, strict=True):
