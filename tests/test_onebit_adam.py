@@ -27,11 +27,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.0, "eps": 1e-6, "variance_floor": 0.4},
 )
 FROZEN_ELEMENTS = 4  # of "b": they never have a gradient
-UNUSED = {
-    "t": (1, 3, 4),
-    "w": (3,),
-    "s": (0, 1),
-}  # with "sometimes": in which steps a parameter is in no rank's loss
+# With "sometimes": in which steps a parameter is in no rank's loss, and in which it isn't in rank 0's.
+UNUSED = {"t": (1, 3, 4), "w": (3,), "s": (0, 1)}
+UNUSED_HERE = {"w": (1, 4, 5)}
 
 
 def target(name: str, rank: int, step: int, seed: int) -> np.ndarray[Any, Any]:
@@ -59,7 +57,8 @@ class Bowl(nn.Module):
     def loss(self, rank: int, step: int, seed: int, how: str = "plain") -> torch.Tensor:
         terms = []
         for name, param in self.named_parameters():
-            if how == "sometimes" and step in UNUSED.get(name, ()):
+            here = UNUSED_HERE.get(name, ()) if rank == 0 else ()
+            if how == "sometimes" and step in (*UNUSED.get(name, ()), *here):
                 continue
             aim = torch.tensor(target(name, rank, step, seed), dtype=param.dtype)
             terms.append((0.5 * (param - aim).square() * torch.tensor(mask(name), dtype=param.dtype)).sum())
@@ -86,7 +85,8 @@ class Trainer:
         self.run = bagua.attach(self.model, self.optimizer, bucket_cap_mb=cap_mb, find_unused_parameters=True)
 
     def step(self, rank: int, step: int, seed: int, how: str = "plain") -> None:
-        self.optimizer.zero_grad(set_to_none=how != "sometimes" or step < 2)  # after the warm-up zeros stay
+        # Where a parameter is in nobody's loss, its gradient may be a zero that was left there.
+        self.optimizer.zero_grad(set_to_none=how != "sometimes" or step != 3)
         if how == "closure":
 
             def closure() -> float:
@@ -150,6 +150,8 @@ class Simulation:
     def gradient(self, name: str, rank: int, seed: int) -> np.ndarray[Any, Any]:
         """With L2 weight decay, which is part of the gradient."""
         own: np.ndarray[Any, Any] = (self.x[name] - target(name, rank, self.t, seed)) * mask(name)
+        if self.how == "sometimes" and rank == 0 and self.t in UNUSED_HERE.get(name, ()):
+            own = np.zeros_like(own)
         decay = 0.0 if self.decoupled else self.settings(name)["weight_decay"]
         return own + decay * self.x[name]
 
@@ -491,12 +493,14 @@ def foreign(ctx: RankContext) -> list[tuple[str, str]]:
             caught(lambda: bagua.attach(model, other, algorithm)),
             caught(lambda: bagua.attach(model, (), algorithm)),
             caught(lambda: bagua.attach(model, [partial, copy.deepcopy(partial)])),
+            caught(lambda: bagua.attach(model, [partial, copy.deepcopy(partial)], algorithm)),
         ]
 
 
 def test_parameters_outside_of_the_optimizer_are_refused_by_name(pool: RankPool) -> None:
-    for partial, other, nothing, two in on(pool, 2, foreign):
-        assert partial[0] == other[0] == nothing[0] == two[0] == "UsageError"
+    for partial, other, nothing, two, named in on(pool, 2, foreign):
+        assert partial[0] == other[0] == nothing[0] == two[0] == named[0] == "UsageError"
+        assert "got OneBitAdam, OneBitAdam" in named[1]
         assert "not in the optimizer" in partial[1]
         assert "got SGD" in other[1]
         assert "got no optimizer" in nothing[1]

@@ -155,8 +155,9 @@ class FrozenVarianceAdam(PairedOptimizer):
             torch.mul(state["exp_avg"], beta1, out=target)
             if param.grad is not None:
                 target.add_(param.grad, alpha=1 - beta1)
-                if group["weight_decay"] and not group["decoupled_weight_decay"]:
-                    target.add_(param, alpha=(1 - beta1) * group["weight_decay"])
+            # Also where other ranks alone have a gradient: the mean must hold the whole decay.
+            if group["weight_decay"] and not group["decoupled_weight_decay"]:
+                target.add_(param, alpha=(1 - beta1) * group["weight_decay"])
 
     def use_momentum(self, momentum: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Let the next update move these parameters by these momenta, and no others."""
