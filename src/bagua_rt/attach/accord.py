@@ -51,6 +51,7 @@ class Accord:
         self._control = control
         self.has_loaded = False
         self.describe_buffers: Callable[[], list[Line]] = list
+        self._waits = 0
         self._beside: deque[Ledger] = deque()
 
     def launch(
@@ -150,11 +151,19 @@ class Accord:
     @contextmanager
     def fatal(self) -> Iterator[None]:
         """An error in here leaves the ranks in different places: it ends the attachment on all of them."""
+        self._waits += 1
         try:
             yield
         except BaseException as error:
             self._pipeline.fail(interrupted(error))
             raise
+        finally:
+            self._waits -= 1
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is a thread in `fatal`?"""
+        return self._waits > 0
 
     def describe(self) -> list[Line]:
         """Where this rank is, between two generations."""

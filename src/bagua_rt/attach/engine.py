@@ -482,6 +482,8 @@ class Engine:
         Args:
             orderly: Wait for what is outstanding; without, nothing is waited for.
         """
+        if self.accord.is_waiting:  # in another thread, or this is a signal handler of the one that waits
+            self.pipeline.fail(refusals.closed_under_way())
         try:
             if orderly and self.pipeline.failure is None:
                 self.halt(takes=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bagua_rt.errors import UsageError
+from bagua_rt.errors import ClosedError, UsageError
 
 
 def second_gradient(name: str) -> UsageError:
@@ -12,7 +12,7 @@ def second_gradient(name: str) -> UsageError:
     return UsageError(
         f"the gradient of {name!r} came twice in one backward",
         expected="each parameter's gradient once",
-        got="a second one, as reentrant activation checkpoints give for a parameter used twice",
+        got="a second one: of a reentrant checkpoint, for a parameter used twice, or of another thread",
         fix="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
     )
 
@@ -63,6 +63,14 @@ def step_without_synchronising(names: Sequence[str]) -> UsageError:
         expected="a backward outside of no_sync() before the step",
         got=f"local gradients of {', '.join(names[:3])}",
         fix="run the last backward outside of no_sync(), or call zero_grad()",
+    )
+
+
+def closed_under_way() -> ClosedError:
+    """close() or shutdown(), in another thread or a signal handler, while a backward waits for the others."""
+    return ClosedError(
+        "the attachment was closed while a backward waited for the other ranks",
+        fix="close() and shutdown() between steps, on the thread that trains",
     )
 
 

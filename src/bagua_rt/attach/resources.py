@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from bagua_rt.attach.agreement import Line, agree_on
 from bagua_rt.control import Control
+from bagua_rt.errors import interrupted
 from bagua_rt.process_group import Communicators, ProcessGroup
 from bagua_rt.scheduler import EventLoop, Pipeline
 
@@ -48,6 +49,7 @@ class Resources:
         with ExitStack() as undo:
             self.control: Control = group.control(_TOPIC)
             undo.callback(self.control.close)
+            undo.push(self._tell_failure)
             agree_on([*lines, ("the attachment's name", repr(name))], self.control)
             lane = self.control.name
             number = int(lane.rpartition("#")[2])  # counts refused ones too: equal on all ranks
@@ -66,6 +68,11 @@ class Resources:
             self.control,
             name,
         )
+
+    def _tell_failure(self, _: object, error: BaseException | None, __: object) -> None:
+        """Ranks that have come further in attach() would wait for this one."""
+        if error is not None:
+            self.control.failures.post(f"rank {self.control.rank} left attach(): {interrupted(error)}")
 
     def _answer(self) -> None:
         """On the loop thread: tell a rank that waits what this one is doing, and hear what others say."""

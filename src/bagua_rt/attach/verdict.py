@@ -78,7 +78,7 @@ def raise_if_given_up(result: LedgerResult, control: Control, generation: int, *
     if not is_mine:
         raise PeerError(
             f"generation {generation} was given up",
-            got=f"an exception in the backward of {_ranks(ranks)}",
+            got=f"an exception in the backward of {_ranks(ranks) if ranks else 'another thread'}",
             fix="repeat the step on all ranks, or end them all",
         )
 

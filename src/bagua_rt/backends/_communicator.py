@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import threading
 import warnings
 import weakref
 from abc import abstractmethod
@@ -74,6 +75,8 @@ class CheckedCommunicator(Collectives):
         self._lane0 = self.lanes[0]
         self._board: CallBoard | None = None
         self.is_comparing = False
+        self._launching = threading.Lock()
+        self._latest: dict[Stream, tuple[int, BaseWork]] = {}  # with a board: by lane, whose and what
         self._made: list[weakref.ref[CheckedCommunicator]] = []
         self.sequence = 0
         self.flight: deque[tuple[BaseWork, int, int]] = deque(maxlen=FLIGHT_LENGTH)
@@ -186,15 +189,17 @@ class CheckedCommunicator(Collectives):
         self._enter(None)
         if self.is_comparing:
             self._compare([work for _, members in group.by_lane() for work in members])
-        for lane, members in group.by_lane():
-            for work in members:
-                self.sequence = work.sequence = self.sequence + 1
-                self.bytes_sent += work.sent
-            event = self._queue_group(lane, members)
-            now_ns = perf_counter_ns()
-            for work in members:
-                work.launched(event)
-                self.flight.append((work, work.sequence, now_ns))
+        by_lane = group.by_lane()
+        with self._one_thread([work for _, members in by_lane for work in members]):
+            for lane, members in by_lane:
+                for work in members:
+                    self.sequence = work.sequence = self.sequence + 1
+                    self.bytes_sent += work.sent
+                event = self._queue_group(lane, members)
+                now_ns = perf_counter_ns()
+                for work in members:
+                    work.launched(event)
+                    self.flight.append((work, work.sequence, now_ns))
 
     def split(self, color: int | None, key: int = 0) -> CheckedCommunicator | None:
         """Make a communicator for each colour; collective over all ranks, blocks the host.
@@ -405,11 +410,33 @@ class CheckedCommunicator(Collectives):
             return group.add(work)
         if self.is_comparing:
             self._compare([work])
-        self.sequence = work.sequence = self.sequence + 1
-        self.bytes_sent += sent
-        work.launched(self._queue(lane, work))
-        self.flight.append((work, work.sequence, perf_counter_ns()))
+        with nullcontext() if self._board is None else self._one_thread([work]):
+            self.sequence = work.sequence = self.sequence + 1
+            self.bytes_sent += sent
+            work.launched(self._queue(lane, work))
+            self.flight.append((work, work.sequence, perf_counter_ns()))
         return work
+
+    @contextmanager
+    def _one_thread(self, works: Sequence[LaunchedWork]) -> Iterator[None]:
+        """Around launches of calls that trainers make themselves, on any thread.
+
+        Raises:
+            UsageError: another thread's operation is under way on the lane of one of them.
+        """
+        thread = get_ident()
+        with self._launching:
+            for work in works:
+                owner, latest = self._latest.get(work.lane, (thread, work))
+                if owner != thread and not latest.is_done():
+                    raise UsageError(
+                        f"{work.operation}: two threads use {work.lane.name} of {self.name!r} at once",
+                        expected="one order of operations, the same on every rank",
+                        got=f"{latest.operation} #{latest.sequence} of another thread, under way",
+                        fix="give each thread a lane (stream=) or a group (new_group) of its own",
+                    )
+            yield
+            self._latest.update((work.lane, (thread, work)) for work in works)
 
     def flight_record(self) -> list[dict[str, Any]]:
         """The last operations that this rank launched, oldest first: a dictionary of plain values each.

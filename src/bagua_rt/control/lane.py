@@ -312,6 +312,8 @@ class Control:
             return
         pending = [work for work in self._outstanding if not work.is_completed()]
         is_sound = self._failure is None and self._agreement is None and not pending
+        if not is_sound and not self.failures.is_known:  # the others wait on connections that stay open
+            self.failures.post(f"rank {self.rank} closed {self.name} with an operation under way")
         for group in self._groups:
             group.close(is_sound=is_sound)
         self._outstanding = pending
