@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -87,6 +88,41 @@ def test_wrong_values_are_counted_and_are_the_exit_code(pool: RankPool, tmp_path
         assert forms == [1] * len(forms), row  # the last element of rank 1's output, and no other
     assert on(pool, 2, run, ["--no-check", "--json", str(path)], 1) == [0, 0]
     assert json.loads(path.read_text())["rows"][0]["in_place"]["wrong"] is None
+
+
+@pytest.mark.parametrize(
+    ("collective", "world_size", "bus"),
+    [
+        *(("all_reduce", n, bus) for n, bus in ((1, 0.0), (2, 33.554432), (4, 50.331648))),
+        *((name, 2, 16.777216) for name in ("all_gather", "reduce_scatter")),
+        *((name, 4, 25.165824) for name in ("all_gather", "reduce_scatter")),
+        *(("broadcast", n, 33.554432) for n in (2, 4)),
+    ],
+)
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_b70_bandwidths_of_32_mib_in_a_millisecond(
+    collective: str, world_size: int, bus: float, is_in_place: bool
+) -> None:
+    what = comm_bench.COLLECTIVES[collective]
+    launch = what.in_place if is_in_place else what.out_of_place
+    said: dict[str, str] = {
+        f"key/{rank}": json.dumps([1000.0 + offset, rank])  # microseconds, and wrong values
+        for rank, offset in enumerate([0.0] if world_size == 1 else [-500.0, 500.0] * (world_size // 2))
+    }
+    store = SimpleNamespace(set=lambda *_: None, get=said.__getitem__)
+    group_of = SimpleNamespace(rank=0, world_size=world_size, store=store)
+    setting = comm_bench.Setting(mock.Mock(), torch.device("cpu"), torch.float32, "sum", 8 << 20, 0)
+    with mock.patch.object(comm_bench, "measure", return_value=(1000.0, 0)):
+        options = comm_bench.parse_options(SMALL)
+        found = comm_bench.figures(group_of, setting, what, launch, options, "key")  # type: ignore[arg-type]
+    if launch is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.time_us == 1000.0
+    assert found.algbw_gbs == pytest.approx(33.554432)  # GB = 1e9 bytes
+    assert found.busbw_gbs == pytest.approx(bus)
+    assert found.wrong == sum(range(world_size))
 
 
 def test_an_average_may_be_rounded_and_no_more() -> None:

@@ -19,7 +19,7 @@ from tools.soak.trainee import Answer, Order
 
 SLACK_S = 30.0  # to start, meet and train, beside the deadline
 NOTICED_S = 12.0  # how soon after a death the survivors have all raised; their deadline is much later
-MOST_CROWDED = 8.0
+MOST_CROWDED = 5.0
 
 
 class WrongError(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 BLOCKS = ("mlp", "conv", "norm", "scalar", "empty", "embedding", "giant", "tied", "strided")
@@ -129,7 +129,7 @@ def draw(seed: int) -> Plan:
     clips = is_exact and not scales and r.random() < 0.25
     faults = () if joins else _faults(r, world_size)
     can_raise = world_size > 1 and not joins and not scales and names <= set(BY_GRADIENT)
-    return Plan(
+    plan = Plan(
         seed=seed,
         world_size=world_size,
         steps=steps,
@@ -167,6 +167,9 @@ def draw(seed: int) -> Plan:
         reattaches=frozenset() if joins else frozenset(_some(r, steps, 0.05, int)),
         faults=faults,
     )
+    # Who dies while the ranks meet anew has no connections that would break.
+    is_waited_for = bool(plan.reattaches) and "kill" in {fault.kind for fault in faults}
+    return replace(plan, timeout_s=DEADLINE_S) if is_waited_for else plan
 
 
 def _some(r: random.Random, steps: int, share: float, value: Any) -> dict[int, Any]:
