@@ -2,8 +2,8 @@
 
 A test process costs two seconds of imports; forked from a nursery, a few milliseconds. What is set at exec()
 alone, such as LD_LIBRARY_PATH, needs a nursery of its own. A child runs its program as ``python -c`` would,
-from its first line to the interpreter's end. Where what was imported has started threads, children are
-started anew instead.
+from its first line to the interpreter's end. Where what was imported has started threads, or the CUDA driver,
+children are started anew instead.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _ANEW = "import sys; from tests.nursery import die_with_parent; die_with_parent(
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES, _MOST_FDS = 1 << 18, 8
 _ANSWER_S = 100.0  # the imports, on a loaded machine
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _SET_AT_EXEC = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 
 
@@ -150,7 +151,7 @@ def serve(fd: int) -> Any:
 
     gc.collect()
     gc.freeze()
-    may_fork = len(list(Path("/proc/self/task").iterdir())) == 1
+    may_fork = len(list(Path("/proc/self/task").iterdir())) == 1 and not has_met_cuda()
     connection = socket.socket(fileno=fd)
     while True:
         data, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _MOST_FDS)
@@ -167,6 +168,14 @@ def serve(fd: int) -> Any:
             for each in fds:
                 os.close(each)
         connection.send(pickle.dumps(answer))
+
+
+def has_met_cuda() -> bool:
+    """Is the CUDA driver initialised in this process? In a fork of it, it would not work."""
+    if "libcuda.so" not in Path("/proc/self/maps").read_text():
+        return False
+    count = ctypes.c_int()
+    return bool(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED)
 
 
 _anew: dict[int, subprocess.Popen[bytes]] = {}

@@ -7,8 +7,9 @@ import tempfile
 
 import pytest
 
+from tests.emulator import product
 from tests.nursery import Nursery
-from tests.ranks import rank_environment
+from tests.ranks import rank_environment, run_scripts
 
 PROGRAM = """
 import os, sys
@@ -34,3 +35,18 @@ def test_a_nursery_with_threads_starts_its_children_anew() -> None:
         nursery.close()
         os.close(read)
         os.close(write)
+
+
+def test_a_driver_that_is_initialised_is_noticed() -> None:
+    source = """
+import ctypes
+from tests.nursery import has_met_cuda
+said = [has_met_cuda()]
+driver = ctypes.CDLL("libcuda.so.1")
+said.append(has_met_cuda())
+driver.cuInit(0)
+said.append(has_met_cuda())
+print(*said)
+"""
+    (result,) = run_scripts([source], env=product.environment(base={}))
+    assert result.stdout.split() == ["False", "False", "True"], result.stderr
