@@ -6,14 +6,18 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from bagua_rt.backend import Work
+from bagua_rt.backends._nccl import NcclStatusError
 from bagua_rt.backends.cuda_stream import CudaStream
-from bagua_rt.errors import ClosedError, CollectiveError, UsageError
+from bagua_rt.errors import ClosedError, CollectiveError, PeerError, UsageError
 from tests.contract.world import world
 from tests.emulator import product
 from tests.ranks import RankContext, RankPool
@@ -129,6 +133,104 @@ def captured(ctx: RankContext) -> list[str]:
         w.comm.all_reduce_(t, "sum").wait()
         assert t.item() == w.size
     return said
+
+
+def apart_from_the_default_stream(ctx: RankContext) -> list[Any]:
+    """Whether lanes go on while the legacy stream is held up; their priorities, and another stream's."""
+    with world(ctx, "emulated") as w:
+        gate, device = threading.Event(), w.device
+        legacy: Any = SimpleNamespace(handle=0)
+        w.hold(legacy, gate)
+        t, other = w.tensor([1.0]), device.new_stream("other", high_priority=False)
+        for stream in (*w.lanes, other):
+            device.run(stream, partial(t.add_, 1))
+            device.synchronize(device.record(stream), 5)
+        gate.set()
+        streams: Any = (*w.lanes, other)
+        return [t.item(), [stream.raw.priority for stream in streams]]
+
+
+def launched_late(ctx: RankContext) -> dict[str, float]:
+    """What operations have left in memory once they are waited for, where NCCL launches all of them late."""
+    with world(ctx, "emulated") as w:
+        me, n = w.rank, w.size
+        t, u, out = w.tensor([0.0] * n), w.tensor([0.0] * n), w.tensor([0.0] * n)
+        parts = list(t.split(1)), list(out.split(1))
+        lane = w.lanes[0]
+
+        def grouped() -> Work:
+            with w.comm.group():
+                w.comm.all_reduce_(t, "sum", stream=lane)
+                return w.comm.all_reduce(out, u, "sum", stream=lane)
+
+        calls: dict[str, Callable[[], Work]] = {
+            "all_reduce": lambda: w.comm.all_reduce(out, t, "sum", stream=lane),
+            "group": grouped,
+            "send_recv": lambda: w.comm.send_recv(t, (me + 1) % n, out, (me - 1) % n, stream=lane),
+            "all_to_all_v": lambda: w.comm.all_to_all_v(parts[1], parts[0], stream=lane),
+            "all_gather": lambda: w.comm.all_gather(out, t[:1], stream=lane),
+            "reduce_scatter": lambda: w.comm.reduce_scatter(out[:1], t, "sum", stream=lane),
+            "all_to_all": lambda: w.comm.all_to_all(out, t, stream=lane),
+        }
+        found = {}
+        for name, call in calls.items():
+            for each, value in ((t, me + 1.0), (u, me + 1.0), (out, -1.0)):
+                each.fill_(value)
+            call().wait()
+            found[name] = out[0].item()
+        return found
+
+
+def behind_a_failure(ctx: RankContext) -> None:
+    """What is asked of a lane while a communicator that failed there is not aborted yet."""
+    with world(ctx, "emulated") as w:
+        other, lane, gate = w.comm.duplicate("other", w.lanes), w.lanes[0], threading.Event()
+        t, u = w.tensor([1.0]), w.tensor([1.0])
+        comm: Any = w.comm
+        w.hold(lane, gate)
+        w.comm.all_reduce_(t, "sum", stream=lane)
+        comm.fail(CollectiveError("it failed"))
+        with pytest.raises(PeerError, match=r"'world/other' is behind a failed operation.*it failed"):
+            other.all_reduce_(u, "sum", stream=lane)
+        assert w.device.query(w.device.record(lane)), "its outcome is known"
+        gate.set()
+        w.comm.abort()
+        other.all_reduce_(u, "sum", stream=lane).wait()
+        assert u.item() == w.size
+        other.close()
+
+
+def refused_by_nccl(ctx: RankContext) -> None:
+    """The other ranks count on an operation that NCCL refuses: the communicator is done with."""
+    with world(ctx, "emulated") as w:
+        nccl, t, out = vars(w.comm)["_nccl"], w.tensor([1.0]), w.tensor([0.0])
+        refusal = NcclStatusError("ncclAllReduce failed with ncclSystemError")
+        with mock.patch.object(nccl, "all_reduce", side_effect=refusal):
+            with pytest.raises(PeerError, match="ncclSystemError"):
+                w.comm.all_reduce(out, t, "sum")
+            with pytest.raises(PeerError, match="ncclSystemError"):
+                w.comm.barrier()
+        with pytest.raises(PeerError, match="ncclSystemError"):
+            w.comm.broadcast_(t)
+
+
+@pytest.mark.parametrize("fn", [behind_a_failure, refused_by_nccl])
+def test_what_comes_after_a_failure_is_refused(fn: Callable[[RankContext], None]) -> None:
+    RankPool(2, product.environment(base={})).run(fn)
+
+
+def test_lanes_do_not_wait_for_torchs_default_stream() -> None:
+    assert RankPool(1, product.environment(base={})).run(apart_from_the_default_stream) == [
+        [4.0, [-1, -1, 0]]
+    ]
+
+
+def test_an_operation_is_not_over_before_nccl_has_launched_it() -> None:
+    late = product.environment(base={}, enqueue_delay_us=20_000)
+    for rank, found in enumerate(RankPool(2, late).run(launched_late)):
+        sums = dict.fromkeys(("all_reduce", "group", "reduce_scatter"), 3.0)
+        firsts = dict.fromkeys(("all_to_all_v", "all_gather", "all_to_all"), 1.0)
+        assert found == {**sums, **firsts, "send_recv": 2.0 - rank}
 
 
 def test_what_is_under_way_outlives_a_stream_that_is_closed() -> None:
