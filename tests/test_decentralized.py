@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -216,6 +217,41 @@ def test_a_parameter_that_thaws_beside_an_average_keeps_its_weights(pool: RankPo
     mean = np.mean([before for before, _, _ in answers])
     for _, gradient, after in answers:
         np.testing.assert_allclose(after, mean - 0.1 * gradient, rtol=1e-12)
+
+
+WEIGHTS: tuple[bagua.Algorithm, ...] = (
+    bagua.Decentralized(),
+    bagua.algorithms.LowPrecisionDecentralized(),
+    bagua.algorithms.LocalSGD(),
+    bagua.algorithms.AsyncModelAverage(warmup_steps=9),
+)
+
+
+def of_another_optimizer(ctx: RankContext) -> list[tuple[str, str]]:
+    """Weights that an optimizer moves which isn't known: they would be overwritten."""
+    errors = []
+    with group(ctx):
+        for algorithm in WEIGHTS:
+            model = Bowl()
+            optimizer = torch.optim.SGD([model.x], 0.1)
+            errors.append(caught(partial(bagua.attach, model, optimizer, algorithm)))
+            errors.append(caught(partial(bagua.attach, model, (), algorithm)))
+            model.y.requires_grad_(False)
+            run = bagua.attach(model, optimizer, algorithm)
+            model(ctx.rank, 0).backward()
+            optimizer.step()
+            model.y.requires_grad_(True)
+            errors.append(caught(lambda: model(ctx.rank, 1).backward()))  # noqa: B023
+            errors.append(caught(optimizer.step))
+            run.close()
+    return errors
+
+
+def test_weights_that_an_unknown_optimizer_moves_are_refused_by_name(pool: RankPool) -> None:
+    for errors in on(pool, 2, of_another_optimizer):
+        for i, (kind, text) in enumerate(errors):
+            assert kind == "UsageError"
+            assert "knows no optimizer of 'y'" in text, (WEIGHTS[i // 4], i % 4)
 
 
 # ---- who meets whom -------------------------------------------------------------------------------------

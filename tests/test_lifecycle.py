@@ -296,7 +296,7 @@ def wrong_checkpoint(ctx: RankContext) -> list[tuple[str, str]]:
             model(feed(ctx)).sum().backward()
             other(feed(ctx)).sum().backward()
         errors = [caught(lambda: run.load_state_dict(two.state_dict()))]
-        two.switch(bagua.Decentralized())
+        two.switch(bagua.algorithms.ByteGrad())
         errors.append(caught(lambda: run.load_state_dict(two.state_dict())))
         return errors
 
@@ -305,7 +305,7 @@ def test_a_checkpoint_of_another_model_or_algorithm_is_refused(pool: RankPool) -
     for other_model, other_algorithm in on(pool, 2, wrong_checkpoint):
         assert other_model[0] == other_algorithm[0] == "UsageError"
         assert "belongs to another model" in other_model[1]
-        assert "another algorithm · expected gradient_allreduce · got decentralized" in other_algorithm[1]
+        assert "another algorithm · expected gradient_allreduce · got bytegrad" in other_algorithm[1]
 
 
 # ---- switch ---------------------------------------------------------------------------------------------

@@ -117,7 +117,9 @@ def test_join_broadcasts_buffers_and_lets_ranks_accumulate(pool: RankPool) -> No
 
 def join_refused(ctx: RankContext) -> tuple[str, str]:
     with group(ctx):
-        wrapped = wrap("attach", One(), (), algorithm=bagua.Decentralized())
+        model = One()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = wrap("attach", model, optimizer, algorithm=bagua.Decentralized())
         return caught(lambda: wrapped.run.join().__enter__())
 
 

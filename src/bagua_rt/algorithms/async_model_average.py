@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
-from bagua_rt.algorithms.operations import sum_, views_in
+from bagua_rt.algorithms.operations import refuse_unknown_steps, sum_, views_in
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -53,11 +53,6 @@ class AsyncModelAverage(Algorithm):
             raise UsageError("warmup_steps is not usable", expected="a whole number >= 0", got=repr(steps))
 
     def bind(self, context: Context) -> _State:
-        if not context.optimizers:
-            raise UsageError(
-                f"{self.name} moves weights after the step, and knows no optimizer",
-                expected="attach(model, optimizer, AsyncModelAverage(...))",
-            )
         return _State(context, self)
 
 
@@ -78,6 +73,7 @@ class _State(AlgorithmState):
 
     def setup(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
+        refuse_unknown_steps(self._declaration.name, buckets, self.context)
         if not self.stage_wanted():
             self.source, self.launch_on = "gradient", LaunchOn.GRADIENT_READY
             self.scale = 1.0 / self.context.world_size

@@ -16,7 +16,13 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
-from bagua_rt.algorithms.operations import hierarchical_, load_by_name, save_by_name, sum_
+from bagua_rt.algorithms.operations import (
+    hierarchical_,
+    load_by_name,
+    refuse_unknown_steps,
+    save_by_name,
+    sum_,
+)
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -88,6 +94,7 @@ class _State(AlgorithmState):
 
     def setup(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
+        refuse_unknown_steps(self._declaration.name, buckets, self.context)
         self._received = {} if self._all else {b.index: torch.empty_like(b.flat) for b in self._buckets}
 
     def begin_generation(self, generation: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context, LaunchOn
-from bagua_rt.algorithms.operations import load_by_name, save_by_name, sum_, views_in
+from bagua_rt.algorithms.operations import load_by_name, refuse_unknown_steps, save_by_name, sum_, views_in
 from bagua_rt.backend import Communicator, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
@@ -63,11 +63,6 @@ class LocalSGD(Algorithm):
             raise UsageError("average_state is not usable", expected="a tuple of names", got=repr(names))
 
     def bind(self, context: Context) -> _State:
-        if not context.optimizers:
-            raise UsageError(
-                "local_sgd averages weights after the step, and knows no optimizer",
-                expected="attach(model, optimizer, LocalSGD(...))",
-            )
         return _State(context, self)
 
 
@@ -144,6 +139,7 @@ class _State(AlgorithmState):
 
     def setup(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
+        refuse_unknown_steps(self._declaration.name, buckets, self.context)
         declaration = self._declaration
         self._outer = {b.index: _Outer(b) for b in buckets} if declaration.outer_step else {}
         keys = declaration.average_state if self.context.world_size > 1 else ()

@@ -23,6 +23,7 @@ from bagua_rt.algorithms.operations import (
     CODEC_DTYPES,
     hierarchical_,
     load_by_name,
+    refuse_unknown_steps,
     save_by_name,
     sum_,
     views_in,
@@ -55,11 +56,6 @@ class LowPrecisionDecentralized(Algorithm):
             )
 
     def bind(self, context: Context) -> _State:
-        if not context.optimizers:
-            raise UsageError(
-                f"{self.name} sends weights after the step, and knows no optimizer",
-                expected="attach(model, optimizer, LowPrecisionDecentralized(...))",
-            )
         return _State(context, self)
 
 
@@ -153,6 +149,7 @@ class _State(AlgorithmState):
 
     def setup(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
+        refuse_unknown_steps(self._declaration.name, buckets, self.context)
         communicators, kernels = self.context.communicators, self.context.kernels
         ring, sizes = communicators.inter_node, communicators.node_sizes
         if not self._declaration.hierarchical:

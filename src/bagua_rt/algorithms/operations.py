@@ -16,6 +16,28 @@ CODEC_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """What codecs carry; buckets of another dtype go through plain all-reduce."""
 
 
+def refuse_unknown_steps(name: str, buckets: Sequence[Bucket], context: Context) -> None:
+    """See that the attachment's optimizers hold all parameters: a step of another one would be overwritten.
+
+    Args:
+        name: The algorithm's name, for the error text.
+        buckets: The parameters whose weights it moves.
+        context: The attachment's.
+
+    Raises:
+        UsageError: a parameter is in no optimizer that was given to attach.
+    """
+    groups = [group for optimizer in context.optimizers for group in optimizer.param_groups]
+    held = {id(param) for group in groups for param in group["params"]}
+    for param in (param for bucket in buckets for param in bucket.params):
+        if id(param) not in held:
+            raise UsageError(
+                f"{name} moves weights between steps, and knows no optimizer of {context.names[param]!r}",
+                expected="every parameter that is trained in an optimizer that attach() was given",
+                fix="give attach() that optimizer too, freeze the parameter, or name it in ignore",
+            )
+
+
 def sum_(flat: torch.Tensor, context: Context, stream: Stream, *, hierarchical: bool = False) -> None:
     """Sum `flat` over all ranks of an attachment, in place and in pieces as it was asked for.
 

@@ -280,5 +280,9 @@ class Layout:
             if before_change is not None:
                 before_change()
             new = [i for i in trainable if i not in before]
-            self.use_order([*(i for i in self.plan.order if i in now), *reversed(new)])
+            try:
+                self.use_order([*(i for i in self.plan.order if i in now), *reversed(new)])
+            except UsageError as error:  # the algorithm can't do these
+                self._pipeline.fail(error)
+                raise
             self.is_confirmed = False
