@@ -428,3 +428,32 @@ def under_modes(ctx: RankContext) -> list[Any]:
 def test_inference_mode_and_a_default_device_do_not_matter(pool: RankPool, world_size: int) -> None:
     right = mean(world_size)
     assert on(pool, world_size, under_modes) == [[(right, right), (right, None), (right, None)]] * world_size
+
+
+# ---- other forms of a model
+
+
+def exported(ctx: RankContext) -> list[Any]:
+    with group(ctx):
+        model = Two()
+        wrapped = wrap("attach", model)
+        backward(wrapped, ctx)
+        torch.jit.trace(model, feed(ctx))
+        torch.export.export(model, (feed(ctx),))
+        model.zero_grad()
+        backward(wrapped, ctx)
+        found = [grad(model.a.weight)]
+        scripted = torch.jit.script(One())
+        refused = caught(lambda: bagua.attach(scripted))
+        around = nn.Sequential(scripted)
+        run = bagua.attach(around)
+        around(feed(ctx)).sum().backward()
+        run.close()
+        return [*found, refused, *(grad(p) for p in around.parameters())]
+
+
+def test_exported_and_scripted_models(pool: RankPool) -> None:
+    for after, (kind, text), scripted in on(pool, 2, exported):
+        assert after == scripted == 1.5
+        assert kind == "UsageError"
+        assert "model is scripted" in text

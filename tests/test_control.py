@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagua_rt import process_group
-from bagua_rt.control import Control, FailureBoard, LedgerEntry, LedgerResult, Place, pack, unpack
+from bagua_rt.control import UNSEEN, Control, FailureBoard, LedgerEntry, LedgerResult, Place, pack, unpack
 from bagua_rt.errors import ClosedError, CollectiveTimeoutError, LayoutMismatchError, PeerError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def together(*entries: LedgerEntry) -> LedgerResult:
 
 
 def test_one_rank_alone_says_what_it_said() -> None:
-    found = together(LedgerEntry(7, 2, b"abcdefgh", [True, False, True], aborted=True))
+    found = together(LedgerEntry(7, 2, b"abcdefgh", [UNSEEN, 0, UNSEEN], aborted=True))
     assert found == LedgerResult(
         generation_differs=False,
         stage_differs=False,
@@ -70,7 +70,7 @@ def test_a_difference_is_found_and_named(one: LedgerEntry, other: LedgerEntry, d
 @st.composite
 def ranks_entries(draw: st.DrawFn) -> list[LedgerEntry]:
     count, parameters = draw(st.integers(1, 4)), draw(st.integers(0, 20))
-    flags = st.lists(st.booleans(), min_size=parameters, max_size=parameters)
+    flags = st.lists(st.integers(0, 2), min_size=parameters, max_size=parameters)
     small = st.integers(0, 2)
     return [
         LedgerEntry(
@@ -100,7 +100,7 @@ def test_all_ranks_together_against_the_definition(entries: list[LedgerEntry]) -
         plan_differs=len({e.plan_digest for e in entries}) > 1,
         steps_differ=len({e.steps for e in with_data}) > 1,
         place_differs=len({e.place for e in entries}) > 1,
-        missing_somewhere=[i for i in parameters if any(e.missing[i] for e in with_data)],
+        missing_somewhere=[i for i in parameters if any(e.missing[i] == UNSEEN for e in with_data)],
         missing_everywhere=[i for i in parameters if all(e.missing[i] for e in with_data)],
         any_aborted=any(e.aborted for e in entries),
         all_aborted=all(e.aborted for e in entries),

@@ -449,3 +449,53 @@ def sparse_join(ctx: RankContext) -> list[float]:
 
 def test_join_divides_sparse_gradients_by_those_that_are_left_too(pool: RankPool) -> None:
     assert on(pool, 2, sparse_join) == [[1.0, 1.0], [1.0]]
+
+
+# ---- functions that return no gradient
+
+
+class NoneOnSome(torch.autograd.Function):
+    """``x * w``, whose backward may say that `w` has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, gives_none: bool) -> torch.Tensor:
+        ctx.gives_none = gives_none
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] * w, None if ctx.gives_none else grads[0] * x, None
+
+
+def gradients_of_none(ctx: RankContext, nones: list[int], finds_unused: bool, as_view: bool) -> list[Any]:
+    with group(ctx):
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.5)
+        wrapped = wrap(
+            "attach",
+            model,
+            optimizer,
+            find_unused_parameters=finds_unused,
+            gradient_as_bucket_view=as_view,
+        )
+        x = model.a.weight * feed(ctx)
+        NoneOnSome.apply(x, model.b.weight, ctx.rank in nones).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        found = [grad(model.a.weight), grad(model.b.weight), model.b.weight.item()]
+        optimizer.zero_grad()
+        backward(wrapped, ctx)
+        return [*found, grad(model.b.weight)]
+
+
+@pytest.mark.parametrize(("finds_unused", "as_view"), [(False, True), (True, True), (False, False)])
+def test_a_function_that_returns_no_gradient_counts_as_zero(
+    pool: RankPool, finds_unused: bool, as_view: bool
+) -> None:
+    for nones in ([], [1], [0, 1]):
+        # rank r gives r + 1, unless it gives None; where all do, the weight stays
+        value = None if len(nones) == 2 else (1.0 + 2.0 * (1 not in nones)) / 2
+        weight = 1.0 if value is None else 1 - 0.1 * (value + 0.5)
+        answers = on(pool, 2, gradients_of_none, nones, finds_unused, as_view)
+        assert answers == [[1.5, value, pytest.approx(weight, rel=1e-6), 1.5]] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ class Accord:
 
     def launch(
         self,
-        missing: Sequence[bool] | bytes | None = None,
+        missing: bytes | bytearray | None = None,
         *,
         nonfinite: bool = False,
         aborted: bool = False,
@@ -65,7 +65,7 @@ class Accord:
         """Say where this rank is, and begin to hear where the others are.
 
         Args:
-            missing: For each parameter, had it no gradient? None: nothing to say about that.
+            missing: As `LedgerEntry.missing`; None: nothing to say about that.
             nonfinite: Is a gradient of this rank not finite?
             aborted: Did its backward raise?
             place: Where it is.

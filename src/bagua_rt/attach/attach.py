@@ -25,7 +25,7 @@ from bagua_rt.config import RuntimeConfig
 from bagua_rt.errors import UsageError
 from bagua_rt.optim.paired import PairedOptimizer
 from bagua_rt.process_group import ProcessGroup, default_group
-from bagua_rt.replicate import replicate_optimizers, replicate_tensors
+from bagua_rt.replicate import kind_without_bytes, replicate_optimizers, replicate_tensors
 
 _MIB = 1024 * 1024
 
@@ -113,10 +113,10 @@ def attach(
     resources = Resources(group, name, describe(named, settings))
     try:
         attachment = _make(model, named, given, algorithm, resources, options, broadcast_buffers)
+        _install(model, given, attachment)
     except BaseException:
         resources.close()
         raise
-    _install(model, given, attachment)
     return Attached(attachment, resources.name)
 
 
@@ -265,6 +265,12 @@ def _check_arguments(
         raise UsageError("name is none", expected="a text, or None", got=repr(name))
     if not isinstance(model, nn.Module):
         raise UsageError("model is none", expected="a torch.nn.Module", got=type(model).__name__)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "model is scripted, and takes no hooks",
+            expected="a plain module",
+            fix="wrap it in another module",
+        )
     if commit not in ("host", "stream"):
         raise UsageError("commit is not usable", expected="'host' or 'stream'", got=repr(commit))
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
@@ -310,6 +316,13 @@ def _check_tensors(named: NamedTensors, group: ProcessGroup) -> None:
                 f"{name!r} is not initialised yet",
                 expected="shapes that are known",
                 fix="run a forward first",
+            )
+        if tensor.device.type == group.device.type and (kind := kind_without_bytes(tensor)):
+            raise UsageError(
+                f"{name!r} can't be made equal on all ranks: it is {kind}",
+                expected="a dense tensor with memory of its own",
+                got=type(tensor).__name__,
+                fix="name it in ignore, or keep it as a plain tensor",
             )
         if tensor.device.type != group.device.type:
             raise UsageError(

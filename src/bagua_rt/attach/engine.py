@@ -28,7 +28,7 @@ from bagua_rt.attach.local import LocalGradients
 from bagua_rt.attach.place import place_of
 from bagua_rt.attach.untraced import skip_frames, untraced, untraced_frame
 from bagua_rt.bucket import Bucket
-from bagua_rt.control import Control, LedgerResult, Place
+from bagua_rt.control import NONE, UNSEEN, Control, LedgerResult, Place
 from bagua_rt.errors import BaguaError, InternalError
 from bagua_rt.scheduler import Pipeline
 
@@ -110,7 +110,7 @@ class Engine:
     # ---- a generation -----------------------------------------------------------------------------------
 
     @untraced_frame
-    def on_gradient(self, index: int, _: torch.Tensor) -> None:
+    def on_gradient(self, index: int, param: torch.Tensor) -> None:
         """The gradient of parameter `index` was accumulated. Hot: all but the first and last only count."""
         if self.pipeline.failure is not None:
             self.pipeline.raise_failure()
@@ -126,6 +126,8 @@ class Engine:
         if generation.seen[index] or bucket < 0:
             self._accept_without_bucket(generation, index)
         generation.seen[index] = True
+        if param.grad is None:
+            generation.none.append(index)
         generation.order.append(index)
         if bucket >= 0:
             generation.pending[bucket] -= 1
@@ -229,7 +231,7 @@ class Engine:
             raise
         self.state.after_backward(frozenset())
 
-    def _complete(self, generation: Generation, missing: Sequence[bool]) -> LedgerResult:
+    def _complete(self, generation: Generation, missing: bytearray) -> LedgerResult:
         """Launch what is left, and the ledger beside it; wait for both."""
         if generation.stages_early:
             self._stage_rest(generation)
@@ -269,11 +271,14 @@ class Engine:
     def _correction(self) -> float:
         return 1.0 if self.join is None else self.join.correction
 
-    def _missing(self, generation: Generation) -> list[bool]:
-        missing = [False] * len(self.layout.params)
+    def _missing(self, generation: Generation) -> bytearray:
+        missing = bytearray(len(self.layout.params))
         if self.state.source == "gradient":
             for i in self.layout.plan.order:
-                missing[i] = not generation.seen[i] and not self._local.holds(i)
+                if not generation.seen[i] and not self._local.holds(i):
+                    missing[i] = UNSEEN
+            for i in generation.none:
+                missing[i] = NONE
         return missing
 
     def _close_generation(self) -> None:
@@ -286,7 +291,7 @@ class Engine:
         if self.join is not None:
             self.join.after_generation()
 
-    def _judge(self, result: LedgerResult, missing: Sequence[bool], generation: Generation) -> None:
+    def _judge(self, result: LedgerResult, missing: bytearray, generation: Generation) -> None:
         self.accord.has_loaded |= result.any_loaded and result.any_aborted
         verdict.raise_if_given_up(result, self._control, self.accord.generation - 1, is_mine=False)
         if result.any_loaded:

@@ -36,6 +36,7 @@ class Generation:
             is one that the others may not have.
         full: The bucket whose last gradient has just come, to be staged with the next one; -1 if none.
         seen: For each parameter, whether its gradient came.
+        none: Parameters of which autograd said that they have no gradient (a Function that returned None).
         order: The parameters in the order in which their gradients came.
         pending: For each bucket, how many of its gradients are still to come.
         staged: For each bucket, whether its contents are in place.
@@ -51,6 +52,7 @@ class Generation:
         self.stages_early = self.launches_in_backward and layout.is_confirmed
         self.full = -1
         self.seen = [False] * len(layout.params)
+        self.none: list[int] = []
         self.order: list[int] = []
         self.pending = [len(bucket.params) for bucket in layout.plan.buckets]
         self.staged = [False] * len(layout.plan.buckets)

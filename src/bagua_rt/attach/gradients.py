@@ -60,7 +60,7 @@ class Gradients:
             if grad is not None and (grad.layout is not _DENSE or grad.requires_grad):
                 _refuse(grad, bucket.plan.names[i])
         if seen is not None:
-            for i in [i for i, member in enumerate(members) if not seen[member]]:
+            for i in [i for i, member in enumerate(members) if grads[i] is None or not seen[member]]:
                 self._keep(bucket, members[i], i, grads[i])
         if len(present) < len(members):
             state.missing(bucket, [i for i, grad in enumerate(grads) if grad is None])

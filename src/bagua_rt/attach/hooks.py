@@ -130,6 +130,8 @@ class Hooks:
             engine.accord.has_loaded = True
 
         for part in module.modules():
+            if isinstance(part, torch.jit.ScriptModule):  # takes no hooks
+                continue
             self._removables.append(part.register_load_state_dict_post_hook(Hook(body)))
         for optimizer in optimizers:
             self._removables.append(optimizer.register_load_state_dict_post_hook(Hook(body)))

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from bagua_rt.attach.agreement import Line, agree_on, difference, gather
-from bagua_rt.control import Control, LedgerResult
+from bagua_rt.control import UNSEEN, Control, LedgerResult
 from bagua_rt.errors import LayoutMismatchError, PeerError, UnusedParameterError, UsageError
 
 _SHOWN = 5
@@ -101,7 +101,7 @@ def raise_if_not_finite(result: LedgerResult, control: Control, mine: Sequence[s
 
 
 def raise_if_unused(
-    result: LedgerResult, control: Control, names: Sequence[str], missing: Sequence[bool]
+    result: LedgerResult, control: Control, names: Sequence[str], missing: Sequence[int]
 ) -> None:
     """Raise on every rank if some parameter had no gradient on some rank.
 
@@ -111,7 +111,7 @@ def raise_if_unused(
     if not result.missing_somewhere:
         return
     texts = _gather(
-        control, "unused", [name for name, is_missing in zip(names, missing, strict=True) if is_missing]
+        control, "unused", [name for name, mine in zip(names, missing, strict=True) if mine == UNSEEN]
     )
     listed = [names[i] for i in result.missing_somewhere]
     raise UnusedParameterError(

@@ -78,11 +78,11 @@ class ParameterWatch:
         )
 
     def is_borrowed(self) -> bool:
-        """Does torch.func run the model, with tensors of its own in the places of the model's?
+        """Does torch.func or torch.export run the model, with other tensors in the places of its own?
 
         They are gone when it returns, and their gradients are not the model's.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_exporting():
             return True
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code is not _FUNCTIONAL_CALL:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from bagua_rt.control.call_board import CallBoard
 from bagua_rt.control.failure_board import FailureBoard
 from bagua_rt.control.lane import Control, PendingMax
-from bagua_rt.control.ledger import LedgerEntry, LedgerResult, Place, pack, unpack
+from bagua_rt.control.ledger import NONE, UNSEEN, LedgerEntry, LedgerResult, Place, pack, unpack
 from bagua_rt.control.patience import Patience
 from bagua_rt.control.roll_call import RollCall, told
 
 __all__ = [
+    "NONE",
+    "UNSEEN",
     "CallBoard",
     "Control",
     "FailureBoard",

@@ -31,6 +31,8 @@ class Place(Enum):
     BACKGROUND = "a round in the background"
 
 
+NONE, UNSEEN = 1, 2  # of `LedgerEntry.missing`
+
 _PLACES = {place: number for number, place in enumerate(Place)}
 
 
@@ -42,7 +44,8 @@ class LedgerEntry:
         generation: Number of the synchronised backward.
         stage: The stage that the algorithm wants next.
         plan_digest: 8 bytes that stand for the bucket plan.
-        missing: For each parameter, had it no gradient? A bytearray of 0 and 1 is the cheapest.
+        missing: For each parameter: had it a gradient (0), did autograd say that it has none (`NONE`), or say
+            nothing (`UNSEEN`)? A bytearray is the cheapest.
         aborted: Was the backward left by an exception?
         nonfinite: Was something not finite?
         finished: Has this rank no more data?
@@ -54,7 +57,7 @@ class LedgerEntry:
     generation: int
     stage: int = 0
     plan_digest: bytes = bytes(8)
-    missing: Sequence[bool] | bytes | bytearray = ()
+    missing: Sequence[int] | bytes | bytearray = ()
     aborted: bool = False
     nonfinite: bool = False
     finished: bool = False
@@ -73,7 +76,7 @@ class LedgerResult:
         plan_differs: They have different bucket plans.
         steps_differ: Of those that have data, the optimizers have gone differently far.
         place_differs: They are at different places.
-        missing_somewhere: Parameters without a gradient on at least one rank, ascending.
+        missing_somewhere: Parameters of which at least one rank has seen no gradient, ascending.
         missing_everywhere: Parameters without a gradient on any rank, ascending.
         any_aborted: Some rank left the backward by an exception.
         all_aborted: Every rank did.
@@ -135,7 +138,7 @@ def unpack(reduced: torch.Tensor) -> LedgerResult:
     """Read what `pack` made, after MAX over all ranks ([Note: decisions that are equal everywhere])."""
     high, low = np.split(reduced.numpy(), 2)
     differs = high != 255 - low  # somewhere larger than somewhere else
-    somewhere = np.flatnonzero(high[_HEAD:]).tolist()
+    somewhere = np.flatnonzero(high[_HEAD:] == UNSEEN).tolist()
     everywhere = np.flatnonzero(low[_HEAD:] != 255).tolist()
     aborted, nonfinite, finished, loaded = (bool(flag) for flag in high[_FLAGS:_PLACE])
     all_aborted, _, all_finished, _ = (bool(flag != 255) for flag in low[_FLAGS:_PLACE])
