@@ -462,8 +462,7 @@ class CudaCommunicator(CheckedCommunicator):
                 if nccl.handle:  # an aborted communicator has no registrations left
                     nccl.deregister(handle)
 
-    def _abort(self, error: BaguaError) -> None:
-        self._mark(error)
+    def _abort(self, error: BaguaError) -> None:  # `fail` has marked what is under way
         if self._nccl is not None:
             end(self._nccl, self.name)
 
