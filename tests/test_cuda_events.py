@@ -18,7 +18,7 @@ from bagua_rt.backend import Work
 from bagua_rt.backends._nccl import NcclStatusError
 from bagua_rt.backends.cuda_stream import CudaStream
 from bagua_rt.errors import ClosedError, CollectiveError, PeerError, UsageError
-from tests.contract.world import world
+from tests.contract.world import open_for, world
 from tests.emulator import product
 from tests.ranks import RankContext, RankPool
 
@@ -212,6 +212,64 @@ def refused_by_nccl(ctx: RankContext) -> None:
                 w.comm.barrier()
         with pytest.raises(PeerError, match="ncclSystemError"):
             w.comm.broadcast_(t)
+
+
+def one_thread_issues(ctx: RankContext) -> None:
+    """A thread is not let into NCCL while another one is on its way through, on whatever communicator."""
+    with world(ctx, "emulated") as w:
+        one: Any = w.comm
+        two: Any = w.comm.duplicate("two", w.lanes)
+        t, u, out = w.tensor([1.0]), w.tensor([1.0]), w.tensor([0.0])
+        prepared = two.prepare_all_reduce_(u, "sum", stream=w.lanes[1])
+        call = prepared._launch.__self__
+        make, primitive, is_out, entered = call._make, one._all_reduce, threading.Event(), []
+        thread = threading.Thread(target=prepared.launch)
+
+        def noting() -> Any:
+            entered.append(is_out.is_set())
+            return make()
+
+        def slow(*args: Any) -> None:
+            thread.start()
+            thread.join(0.2)
+            primitive(*args)
+            is_out.set()
+
+        call._make, one._all_reduce = noting, slow
+        one.all_reduce(out, t, "sum", stream=w.lanes[0])
+        thread.join(10)
+        assert entered == [True]
+        w.device.synchronize(w.device.record(w.lanes[0]))
+        w.device.synchronize(w.device.record(w.lanes[1]))
+        assert (out.item(), u.item()) == (w.size, w.size)
+        another: Any = open_for("emulated", ctx.rank)
+        assert another.device.issue_lock is vars(w.device)["issue_lock"]
+        another.close()
+        two.close()
+
+
+def under_a_side_stream(ctx: RankContext) -> None:
+    """The compute stream is the one that the calling thread's torch uses now."""
+    with world(ctx, "emulated") as w:
+        device: Any = w.device
+        t, gate = w.tensor([1.0]), threading.Event()
+        side: Any = device.new_stream("side")
+        outer = device.compute_stream()
+        w.comm.all_reduce_(t, "sum").wait()
+        with mock.patch.object(device.torch_side, "current_stream", return_value=side.handle):
+            assert device.compute_stream().handle == side.handle
+            w.hold(side, gate)
+            work = w.comm.all_reduce_(t, "sum")
+            assert not work.is_done()
+        assert device.compute_stream() is outer
+        gate.set()
+        work.wait()
+        assert t.item() == w.size**2
+
+
+@pytest.mark.parametrize("fn", [one_thread_issues, under_a_side_stream])
+def test_threads_and_side_streams(fn: Callable[[RankContext], None]) -> None:
+    RankPool(2, product.environment(base={})).run(fn)
 
 
 @pytest.mark.parametrize("fn", [behind_a_failure, refused_by_nccl])

@@ -56,16 +56,18 @@ def in_a_group(ctx: RankContext, backend: str) -> None:
         a, b = w.tensor([1.0]), w.tensor([1.0])
         prepared = w.comm.prepare_all_reduce_(a, "sum")
         prepared.launch().wait()
+        w.comm.all_reduce_(b, "max").wait()
         with w.comm.group():
-            works = [w.comm.all_reduce_(b, "sum"), prepared.launch()]
+            works = [w.comm.all_reduce_(b, "max"), prepared.launch()]
+            assert not works[0].is_done()
             assert not works[1].is_done()
             with pytest.raises(UsageError, match="not launched yet"):
                 works[1].wait()
         for work in works:
             work.wait()
-        assert (a.item(), b.item()) == (w.size**2, w.size)
+        assert (a.item(), b.item()) == (w.size**2, 1.0)
         states = [(entry["operation"], entry["state"]) for entry in w.comm.flight_record()]
-        assert states == [("all_reduce_", "complete")] * 3
+        assert states == [("all_reduce_", "complete")] * 4
 
 
 def moves(t: torch.Tensor) -> dict[str, Callable[[], object]]:
