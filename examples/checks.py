@@ -16,11 +16,11 @@ import bagua_rt as bagua
 
 
 def fingerprint(model: nn.Module) -> bytes:
-    """SHA-256 of every parameter and buffer: names, types, shapes and bits."""
+    """SHA-256 of every parameter: names, types, shapes and bits."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(model.named_parameters()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.digest()
 
 

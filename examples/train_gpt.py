@@ -122,11 +122,11 @@ class Monitor:
             return
         self.pg.world.all_reduce_(loss, "avg").wait()
         now, at = self.run.statistics(), time.perf_counter()
-        sent = (now.bytes_sent - self.before.bytes_sent) / (at - self.since) / 1e6
-        lanes_us = now.communication_us - self.before.communication_us
-        exposed_us = now.exposed_us - self.before.exposed_us
-        hidden = f"{max(0.0, 1 - exposed_us / lanes_us):4.0%}" if lanes_us else "   –"
-        line = f"step {step:4d}/{self.steps}  loss {float(loss):.3f}  wire {sent:6.1f} MB/s  hidden {hidden}"
+        latest = now - self.before
+        sent = latest.bytes_sent / (at - self.since) / 1e6
+        hidden = f"{latest.hidden_share:4.0%}" if latest.communication_us else "   –"
+        bits = float(loss) / math.log(2)
+        line = f"step {step:4d}/{self.steps}  loss {bits:.3f} bits  wire {sent:6.1f} MB/s  hidden {hidden}"
         self.bar.update(self.task, description=line)
         if not self.console.is_terminal:
             self.console.print(line)

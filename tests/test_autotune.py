@@ -75,9 +75,13 @@ def test_the_present_size_stays_unless_another_is_clearly_faster() -> None:
 
 def test_sizes_that_hold_everything_are_one() -> None:
     found, _ = search(lambda size: 1.0, candidates_mb=[50, 2, 100, 10], tensors=[MIB] * 4)
-    assert list(found.step_ms) == [2.0, 10.0], "10 is the present one"
+    assert list(found.step_ms) == [2.0, 10.0], "10 is the present one, and holds everything"
+    found, _ = search(lambda size: 1.0, candidates_mb=[50, 2], tensors=[MIB] * 4)
+    assert list(found.step_ms) == [2.0, 10.0]
     found, _ = search(lambda size: 1.0, candidates_mb=[50, 100], present_mb=1, tensors=[MIB] * 4)
-    assert list(found.step_ms) == [1.0, 4.0]
+    assert list(found.step_ms) == [1.0, 100.0]
+    found, _ = search(lambda size: 1.0, candidates_mb=[0.02, 0.3], tensors=[MIB] * 4)
+    assert list(found.step_ms) == [0.02, 0.3, 10.0], "as they were given"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +170,43 @@ def test_a_training_goes_through_the_sizes_and_learns_the_same(pool: RankPool, w
     assert tried[:4] == tried[:3:-1]
     assert len(set(tried[:4])) == 4
     assert len(set(plans[27:])) == 1
+
+
+def resumed(ctx: RankContext) -> dict[str, Any]:
+    """A run that was tuned, saved and taken up elsewhere, beside one that went on."""
+    with group(ctx):
+        found: dict[str, Any] = {}
+        model, other = make(), make()
+        run = bagua.attach(model, bucket_cap_mb=0.0003)
+        train(model, lambda step: batch(ctx.rank, step), range(2))
+        run._attachment.engine.layout.use_cap(1000)  # as a search that has found it
+        train(model, lambda step: batch(ctx.rank, step), range(2, 5))
+        saved, weights = run.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+        train(model, lambda step: batch(ctx.rank, step), range(5, 8))
+        found["plan"] = [plan.names for plan in run.buckets]
+        again = bagua.attach(other, bucket_cap_mb=0.0003)
+        other.load_state_dict(weights)
+        again.load_state_dict(saved)
+        found["loaded"] = [plan.names for plan in again.buckets]
+        train(other, lambda step: batch(ctx.rank, step), range(5, 8))
+        found["off"] = max(
+            (a - b).abs().max().item() for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
+        found["generations"] = [each.statistics().generations for each in (run, again)]
+        found["texts"] = [repr(again)]
+        again.close()
+        found["texts"].append(repr(again))
+        return found
+
+
+def test_a_checkpoint_keeps_the_size_that_was_found(pool: RankPool) -> None:
+    for rank, found in enumerate(on(pool, 3, resumed)):
+        assert found["plan"] == found["loaded"]
+        assert len(found["plan"]) < 6, "that attach() was asked for has one for each layer"
+        assert found["off"] == 0.0
+        assert found["generations"] == [8, 3], "those of the checkpoint were another attachment's"
+        assert f"rank {rank} of 3, {len(found['plan'])} buckets, GradientAllReduce" in found["texts"][0]
+        assert "model1, closed" in found["texts"][1]
 
 
 def ended(ctx: RankContext) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def test_the_variable_traces_whole_runs(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_trace_that_is_off_records_nothing_and_is_bounded(tmp_path: Path) -> None:
-    trace = Trace(rank=3, capacity=2)
+    trace = Trace(rank=3, world_size=4, capacity=2)
     trace.add("a", "t", 0.0, 1.0)
     assert [span.name for span in trace.spans] == []
     trace.start()

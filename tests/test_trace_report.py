@@ -32,7 +32,7 @@ def write(
     folder: Path, rank: int, way: dict[tuple[int, int], tuple[str, float, float, float]], **file: Any
 ) -> None:
     """A trace of the ways ``{(round, bucket): (lane, ready, launched, done)}``; waits take the last 10 us."""
-    trace = Trace(rank, "model0")
+    trace = Trace(rank, 2, "model0")
     trace.start()
     for (number, bucket), (lane, ready, launched, done) in way.items():
         which = {"round": number, "bucket": bucket, "bytes": 1000 * (bucket + 1)}
@@ -108,20 +108,25 @@ def test_clocks_of_several_machines_are_brought_together(
 def test_traces_that_do_not_belong_together_are_refused(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refused(folder: Path) -> str:
+    def refused(folder: Path, *options: str) -> str:
         with pytest.raises(SystemExit) as error:
-            report(script, monkeypatch, folder)
+            report(script, monkeypatch, folder, *options)
         return str(error.value)
 
     assert "no folder" in refused(tmp_path / "nowhere")
     (empty := tmp_path / "empty").mkdir()
     assert "it holds none" in refused(empty)
     write(alone := tmp_path / "alone", 1, RANK_1)
-    assert "those of [1]" in refused(alone)
+    assert "those of ranks [1], of runs of 2 ranks" in refused(alone)
+    write(stale := tmp_path / "stale", 0, RANK_0)
+    write(stale, 1, RANK_1)
+    write(stale, 2, RANK_1, world_size=3)
+    assert "those of ranks [0, 1, 2], of runs of 2 and 3 ranks" in refused(stale)
     write(apart := tmp_path / "apart", 0, RANK_0)
     write(apart, 1, {(7, 0): ("lane0", 1.0, 2.0, 3.0)})
     assert "no round is in the traces of all ranks" in refused(apart)
     (apart / "model1.rank0.json").write_text("{}")
-    assert "model0, model1" in refused(apart)
+    assert "model0, model1: --name says which" in refused(apart)
+    assert "no round is" in refused(apart, "--name", "model0")
     (empty / "model0.rank0.json").write_text("[]")
     assert "is no trace of bagua_rt" in refused(empty)

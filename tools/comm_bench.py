@@ -352,6 +352,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(options.ranks, options.factor - 1, options.iters, options.min_bytes) < 1 or options.warmup < 0:
         parser.error("--ranks, --iters and --min-bytes are 1 or more, --factor is 2 or more")
+    if not 0 < options.min_bytes <= options.max_bytes or options.factor < 2:
+        parser.error("--min-bytes is above 0 and no more than --max-bytes, and --factor is 2 or more")
     if options.op == "avg" and not getattr(torch, options.dtype).is_floating_point:
         parser.error("whole numbers have no average")
     return options
@@ -359,7 +361,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _size(text: str) -> int:
     unit = UNITS.get(text[-1:].upper(), 1)
-    return int(text.rstrip("KkMmGg")) * unit
+    try:
+        return int(text.rstrip("KkMmGg")) * unit
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, as 8, 1K or 2M are") from error
 
 
 def bench(pg: bagua.ProcessGroup, options: argparse.Namespace) -> int:
@@ -393,8 +398,12 @@ def main() -> int:
     from launching import start_ranks
 
     start_ranks(options.ranks)
-    with bagua.init(options.device, timeout_s=options.timeout_s) as pg:
-        return bench(pg, options)
+    try:
+        with bagua.init(options.device, timeout_s=options.timeout_s) as pg:
+            return bench(pg, options)
+    except bagua.errors.UsageError as error:  # what was asked for can't be, and was not begun
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

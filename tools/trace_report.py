@@ -15,6 +15,7 @@ and its codecs run.
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import statistics
 import sys
@@ -104,7 +105,7 @@ class RankTrace:
             whole = json.loads(path.read_text())
             self.host, self._clock_start_us = str(whole["host"]), float(whole["clock_start_us"])
             self.events: list[dict[str, Any]] = whole["traceEvents"]
-            self.rank = int(self.events[0]["pid"])
+            self.rank, self.world_size = int(self.events[0]["pid"]), int(whole["world_size"])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise SystemExit(f"{path} is no trace of bagua_rt: {type(error).__name__}: {error}") from error
         self.shift_us = 0.0
@@ -150,18 +151,21 @@ class RankTrace:
         return [passage for buckets in self.rounds.values() for passage in buckets.values()]
 
 
-def load(folder: Path) -> list[RankTrace]:
-    """Read the traces of all ranks of one attachment."""
+def load(folder: Path, name: str | None) -> list[RankTrace]:
+    """Read the traces of all ranks of one attachment; `name` says which, where there are several."""
     if not folder.is_dir():
         raise SystemExit(f"{folder} is no folder of traces")
     names = sorted({path.name.rpartition(".rank")[0] for path in folder.glob("*.rank*.json")})
-    if len(names) != 1:
-        found = f"those of {', '.join(names)}" if names else "none"
+    if name is None and len(names) != 1:
+        found = f"those of {', '.join(names)}: --name says which" if names else "none"
         raise SystemExit(f"{folder} must hold the traces of one attachment; it holds {found}")
-    traces = sorted((RankTrace(path) for path in folder.glob("*.rank*.json")), key=lambda each: each.rank)
+    paths = folder.glob(f"{glob.escape(name or names[0])}.rank*.json")
+    traces = sorted((RankTrace(path) for path in paths), key=lambda each: each.rank)
     ranks = [trace.rank for trace in traces]
-    if ranks != list(range(len(ranks))):
-        raise SystemExit(f"{folder} must hold a trace of every rank; it holds those of {ranks}")
+    sizes = sorted({trace.world_size for trace in traces})
+    if len(sizes) != 1 or ranks != list(range(sizes[0])):
+        found = f"it holds those of ranks {ranks}, of runs of {' and '.join(map(str, sizes))} ranks"
+        raise SystemExit(f"{folder} must hold a trace of every rank of one run; {found}")
     by_wall_clock = len({trace.host for trace in traces}) > 1
     for trace in traces:
         trace.read(by_wall_clock=by_wall_clock)
@@ -355,10 +359,11 @@ def main() -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=formatter)
     parser.add_argument("traces", type=Path, help="the folder with a file of every rank")
+    parser.add_argument("--name", help="the attachment's, where the folder holds several")
     parser.add_argument("--merge", type=Path, metavar="FILE", help="write one trace of all ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     options = parser.parse_args()
-    traces = load(options.traces)
+    traces = load(options.traces, options.name)
     if options.merge:
         options.merge.write_text(json.dumps(merged(traces)))
     keep_common_rounds(traces)

@@ -29,7 +29,7 @@ class Tuned:
 
     Attributes:
         bucket_cap_mb: The size that is in force now, in MiB.
-        step_ms: For each size that was tried, in MiB, the median time of a step on the slowest rank.
+        step_ms: For each size that was tried, in MiB as given, the median time of a step on the slowest rank.
     """
 
     bucket_cap_mb: float
@@ -65,13 +65,20 @@ class BucketSizeSearch:
     ) -> None:
         _check(candidates_mb, steps)
         whole = sum(tensor_bytes)
-        given = (present_bytes, *(max(1, int(size * _MIB)) for size in candidates_mb))
-        sizes = sorted({size if size < whole else max(whole, present_bytes) for size in given})
+        self._mb = {present_bytes: present_bytes / _MIB}
+        for size_mb in sorted(candidates_mb, reverse=True):
+            size = max(1, int(size_mb * _MIB))
+            if size < whole or size == present_bytes:
+                self._mb[size] = size_mb
+            else:  # one bucket for everything, whatever the size
+                self._mb.setdefault(max(whole, present_bytes), size_mb)
+        sizes = sorted(self._mb)
         if len(tensor_bytes) < 2 or len(sizes) < 2:
             raise UsageError(
                 "there is nothing to tune",
                 expected="several tensors in buckets, and several sizes that divide them differently",
-                got=f"{len(tensor_bytes)} tensors of {whole} bytes in all; sizes of {sizes} bytes",
+                got=f"{len(tensor_bytes)} tensors, {whole / _MIB:.3g} MiB in all, in buckets of "
+                f"{present_bytes / _MIB:.3g} MiB",
                 fix="give smaller candidates_mb, or train without",
             )
         self._present = present_bytes
@@ -122,8 +129,8 @@ class BucketSizeSearch:
             best = self._present
         if best != self._trying:
             self._use(best)
-        self.found = Tuned(best / _MIB, {size / _MIB: 1e3 * time_s for size, time_s in seconds.items()})
-        _log.info("buckets of %g MiB from now on; ms a step by MiB: %s", best / _MIB, self.found.step_ms)
+        self.found = Tuned(self._mb[best], {self._mb[size]: 1e3 * s for size, s in seconds.items()})
+        _log.info("buckets of %g MiB from now on; ms a step by MiB: %s", self._mb[best], self.found.step_ms)
 
 
 def _check(candidates_mb: Sequence[float], steps: int) -> None:

@@ -7,9 +7,9 @@ Definitions, all for this rank and in microseconds of the host's clock:
 * *exposed*: the time that the training thread was blocked because communication had not ended.
 * *hidden*: communication while the training thread was not blocked: what ran beside the trainer's own work.
 
-Spans become one Chrome trace per rank (chrome://tracing, Perfetto): "staged" to "launched" is a bucket's
-time in the queue, "launched" to "done" its communication. tools/trace_report.py reads the traces of all ranks
-together: which part of the communication was the wire, and which was waiting for a slower rank.
+Spans become one Chrome trace per rank (chrome://tracing, Perfetto): "bucket 0 in queue" is from when
+its contents are in place to its launch, "bucket 0" from there to its end. tools/trace_report.py reads the
+traces of all ranks together: which part of it was the wire, and which was waiting for a slower rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Statistics:
     """Totals of an attachment since attach.
 
     Attributes:
-        generations: Synchronised backwards.
+        generations: Synchronised backwards; not those that a checkpoint brought along.
         buckets: Buckets in the present plan.
         bytes_sent: Payload bytes that this rank has put on the wire for this attachment.
         communication_us: Time that lanes were busy.
@@ -44,6 +44,17 @@ class Statistics:
     communication_us: float
     exposed_us: float
     hidden_us: float
+
+    def __sub__(self, before: Statistics) -> Statistics:
+        """What came since `before`."""
+        return Statistics(
+            generations=self.generations - before.generations,
+            buckets=self.buckets,
+            bytes_sent=self.bytes_sent - before.bytes_sent,
+            communication_us=self.communication_us - before.communication_us,
+            exposed_us=self.exposed_us - before.exposed_us,
+            hidden_us=max(0.0, self.hidden_us - before.hidden_us),
+        )
 
     @property
     def hidden_share(self) -> float:
@@ -75,11 +86,15 @@ class Trace:
 
     Args:
         rank: The rank, which becomes the trace's process.
+        world_size: How many ranks there are.
         name: What was traced; files in a folder are called by it.
         capacity: Spans kept; older ones are dropped.
     """
 
-    def __init__(self, rank: int, name: str = "bagua_rt", capacity: int = 100_000) -> None:
+    def __init__(
+        self, rank: int, world_size: int, name: str = "bagua_rt", *, capacity: int = 100_000
+    ) -> None:
+        self._world_size = world_size
         self._rank, self._name = rank, name.replace(os.sep, "_")
         self._spans: deque[Span] = deque(maxlen=capacity)
         self.is_on = False
@@ -105,8 +120,8 @@ class Trace:
     def write_chrome(self, path: str | Path) -> Path:
         """Write the spans as a Chrome trace.
 
-        Beside the events it has `host`, and `clock_start_us`: the Unix time at which the host's clock was 0,
-        which brings the traces of several hosts onto one timeline, as exactly as their clocks agree.
+        Beside the events it has `world_size`, `host`, and `clock_start_us`, the Unix time at which the host's
+        clock was 0: it brings the traces of several hosts onto one timeline, as well as their clocks agree.
 
         Args:
             path: A file, or a folder, which gets ``{name}.rank{rank}.json``.
@@ -142,6 +157,6 @@ class Trace:
             for span in self._spans
         ]
         clock_start_us = (time.time_ns() - time.perf_counter_ns()) / 1000
-        whole = {"traceEvents": events, "host": socket.gethostname(), "clock_start_us": clock_start_us}
-        path.write_text(json.dumps(whole))
+        about = {"world_size": self._world_size, "host": socket.gethostname()}
+        path.write_text(json.dumps({"traceEvents": events, **about, "clock_start_us": clock_start_us}))
         return path

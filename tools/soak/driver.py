@@ -227,12 +227,15 @@ def crowding() -> float:
 
 def main() -> int:
     """Parse the arguments, run, and say how it went."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    about = "Random trainings on ranks that are killed, stopped or made to raise; every step is compared."
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--minutes", type=float, default=2.0, help="how long (2)")
     parser.add_argument("--episodes", type=int, default=1_000_000, help="at most so many")
     parser.add_argument("--seed", type=int, help="of the first episode; the next has the next number")
     parser.add_argument("--quiet", action="store_true", help="print no line for each episode")
     options = parser.parse_args()
+    if options.minutes <= 0 or options.episodes < 1:
+        parser.error("--minutes is above 0, and --episodes 1 or more")
     seed = random.SystemRandom().randrange(10**8) if options.seed is None else options.seed
     print(f"soak: seed {seed}, {options.minutes:g} minutes", flush=True)
     ends = time.monotonic() + 60 * options.minutes

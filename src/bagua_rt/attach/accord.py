@@ -36,6 +36,7 @@ class Accord:
 
     Attributes:
         generation: Number of the generation that is open, or comes next.
+        generations_loaded: How many of them a checkpoint brought along.
         has_data: False while this rank only goes along with the others' generations (join).
         steps: How far the optimizers have gone.
         has_loaded: State was loaded into the model or an optimizer, and the other ranks don't know it yet.
@@ -43,7 +44,7 @@ class Accord:
     """
 
     def __init__(self, layout: Layout, pipeline: Pipeline, control: Control) -> None:
-        self.generation = 0
+        self.generation = self.generations_loaded = 0
         self.has_data = True
         self.steps = Steps(layout.state.context.optimizers, layout.params)
         self._layout = layout
@@ -164,6 +165,11 @@ class Accord:
     def is_waiting(self) -> bool:
         """Is a thread in `fatal`?"""
         return self._waits > 0
+
+    def go_on_at(self, generation: int) -> None:
+        """The next generation is that of a checkpoint."""
+        self.generations_loaded += generation - self.generation
+        self.generation = generation
 
     def describe(self) -> list[Line]:
         """Where this rank is, between two generations."""

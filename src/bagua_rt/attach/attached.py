@@ -54,7 +54,7 @@ class Attachment:
         self.engine = engine
         self.hooks = hooks
         self.resources = resources
-        self.trace = Trace(context.world.rank, resources.name)
+        self.trace = Trace(context.world.rank, context.world_size, resources.name)
         self.is_closed = False
         self._trace_dir = trace_dir
         self.buffers = buffers
@@ -160,8 +160,7 @@ def _collected(attachment: Attachment, name: str) -> None:
             f"the handle of attach() for {name} was collected, so the model is detached; keep or close() it"
         )
         warnings.warn(text, ResourceWarning, stacklevel=2)
-        if attachment.engine.generations == 0:
-            _log.warning(text)  # nobody kept it: the training to come would not be synchronised
+        _log.warning(text)  # Python hides the other, and what is trained from here on is not synchronised
         attachment.detach(orderly=False)
 
 
@@ -199,6 +198,15 @@ class Attached:
             )
         return self._made
 
+    def __repr__(self) -> str:
+        if self._made is None or self.is_closed:
+            return f"<bagua_rt.Attached {self._name}, closed>"
+        world, buckets = self._made.context.world, len(self._made.engine.buckets)
+        return (
+            f"<bagua_rt.Attached {self._name}, rank {world.rank} of {world.world_size}, {buckets} buckets, "
+            f"{self._made.algorithm}>"
+        )
+
     @property
     def is_closed(self) -> bool:
         """Is the model no longer attached?"""
@@ -211,7 +219,10 @@ class Attached:
 
     @property
     def bit_equal(self) -> bool:
-        """Do all ranks hold the same bits after each step, with this algorithm?"""
+        """Do all ranks hold the same weights, to the bit, after each step, with this algorithm?
+
+        Buffers are each rank's own from a forward to the next, which makes them rank 0's.
+        """
         return self._attachment.engine.state.bit_equal
 
     @property
@@ -297,9 +308,10 @@ class Attached:
     ) -> None:
         """Search the bucket size with which steps take least time, in the steps to come; collective.
 
-        Each size is in force twice for `steps` + 1 steps, then the fastest stays; the present one, where none
-        beats it by 2 %. Training goes on meanwhile. Sums are those of the same numbers; on three ranks and
-        more their order, so their last bits, may depend on the size, as with ``bucket_cap_mb``. A switch()
+        Each size is in force twice, for `steps` + 1 generations, then the fastest stays: the present one,
+        where none beats it by 2 %. `tuned` tells, and a checkpoint keeps it. Training goes on meanwhile. Sums
+        are those of the same numbers; on three ranks and more their order, so their last bits, may depend on
+        the size, as with ``bucket_cap_mb``. A switch()
         ends the search.
 
         Args:
@@ -330,7 +342,7 @@ class Attached:
         communicators = attachment.context.communicators
         pipeline = attachment.engine.pipeline
         return Statistics(
-            generations=attachment.engine.generations,
+            generations=attachment.engine.generations - attachment.engine.accord.generations_loaded,
             buckets=len(attachment.engine.buckets),
             bytes_sent=sum(comm.bytes_sent for comm in communicators.each()),
             communication_us=pipeline.busy_us,

@@ -26,6 +26,7 @@ class _Checkpoint:
     generations: int
     order: list[int] | None
     ready_order: list[int]
+    tuned_cap_bytes: int | None
     state: Mapping[str, Any]
 
 
@@ -38,6 +39,7 @@ def save(attachment: Attachment) -> dict[str, Any]:
         "generations": engine.accord.generation,
         "order": [layout.names[i] for i in layout.plan.order] if layout.has_ready_order else None,
         "ready_order": [layout.names[i] for i in engine.ready_order],
+        "tuned_cap_bytes": layout.cap_bytes if layout.is_tuned else None,
         "state": layout.state.state_dict(),
     }
 
@@ -56,6 +58,7 @@ def load(attachment: Attachment, state: Mapping[str, Any]) -> None:
         ("the checkpoint's world size", str(found.world_size)),
         ("the checkpoint's generation", str(found.generations)),
         ("the checkpoint's order of parameters", str(found.order)),
+        ("the checkpoint's bucket size", str(found.tuned_cap_bytes)),
     ]
     agree_on(lines, control)
     before, had_order = save(attachment), attachment.engine.layout.has_ready_order
@@ -86,6 +89,7 @@ def _checked(attachment: Attachment, state: Mapping[str, Any]) -> _Checkpoint:
         int(state["generations"]),
         None if state["order"] is None else _indices(layout, index_of, state["order"]),
         ready_order or list(layout.plan.order),
+        state.get("tuned_cap_bytes"),
         state["state"],
     )
 
@@ -103,11 +107,13 @@ def _indices(layout: Layout, index_of: Mapping[str, int], order: Sequence[str]) 
 
 def _take_up(attachment: Attachment, found: _Checkpoint) -> None:
     engine, layout = attachment.engine, attachment.engine.layout
+    if found.tuned_cap_bytes is not None:
+        layout.use_cap(found.tuned_cap_bytes)
     if found.order is not None:
         layout.has_ready_order = True
         layout.use_order(found.order)
     engine.ready_order = found.ready_order
-    engine.accord.generation = found.generations
+    engine.accord.go_on_at(found.generations)
     if found.world_size == attachment.context.world_size:
         layout.load_algorithm_state(found.state)
     else:

@@ -168,6 +168,11 @@ class Layout:
         self.cap_bytes = cap_bytes
         self._replan_keeping_state(self.plan.order)
 
+    @property
+    def is_tuned(self) -> bool:
+        """Are buckets of another size than attach() was asked for?"""
+        return self.cap_bytes != self._options.cap_bytes
+
     def _replan_keeping_state(self, order: Sequence[int]) -> None:
         saved = self.state.state_dict()
         self._replan(order)
