@@ -43,6 +43,15 @@ def test_the_codecs_error_is_half_a_step(values: Array) -> None:
     assert (out[values == 0] == 0).all(), "zero is exact"
 
 
+def test_a_mean_overflows_only_where_it_is_too_large_itself() -> None:
+    values, codec = torch.full((3, 64), 3e38), FourBitCodec(_Inline())  # type: ignore[arg-type]
+    wire = torch.empty(3, codec.row_bytes(64, values.dtype), dtype=torch.uint8)
+    mean = torch.empty(64)
+    codec.encode(values, None, 64, 0, wire, None)  # type: ignore[arg-type]
+    codec.decode_mean(wire, mean, None)  # type: ignore[arg-type]
+    torch.testing.assert_close(mean, values[0])
+
+
 def test_the_wires_bytes() -> None:
     values = torch.zeros(1, 64)
     values[0, :4] = torch.tensor([7.0, -7.0, 1.0, -3.0])

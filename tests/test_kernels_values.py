@@ -309,6 +309,17 @@ def test_minmax_of_a_large_row(dtype: torch.dtype) -> None:
     assert same_bits(wire, torch.from_numpy(oracles.minmax_encode(oracles.wide(values), LARGE, 0)))
 
 
+@by_dtype
+@pytest.mark.parametrize("other", [0.0, -3.0, 3.0])
+def test_minmax_of_negative_zeros_has_the_bytes_of_zeros(dtype: torch.dtype, other: float) -> None:
+    values = torch.full((1, 2048), -0.0, dtype=dtype)
+    values[0, ::2] = other
+    wires = [encode(Buffers(), each, 2048, 0, 0, 1) for each in (values, values + 0)]
+    _codec_cpu.minmax_encode(values, 2048, 0, own := torch.empty_like(wires[0]))
+    assert same_bits(wires[0], wires[1])
+    assert same_bits(own, wires[1])
+
+
 def test_minmax_near_ties_divides() -> None:
     """Quotients next to a half: the shortcut by the reciprocal must not decide them."""
     low, high = np.float32(-1.7), np.float32(2.3)
