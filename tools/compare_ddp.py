@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -55,6 +54,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+# Those that an optimizer brings along take other steps than DDP's SGD does.
+ALGORITHMS = [name for name in bagua.algorithms.names() if name not in ("onebit_adam", "qadam")]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Step times of one model.
@@ -86,7 +89,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=formatter)
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start on this machine (2)")
     parser.add_argument("--model", choices=MODELS, action="append", help="may be given again (all)")
-    parser.add_argument("--algorithm", default="gradient_allreduce", help="by its registry name")
+    parser.add_argument(
+        "--algorithm", default="gradient_allreduce", choices=ALGORITHMS, help="by its registry name"
+    )
     parser.add_argument(
         "--against", choices=("ddp", "traced"), default="ddp", help="what to compare with (ddp)"
     )
@@ -113,13 +118,10 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
 
 @contextmanager
 def torch_group(pg: bagua.ProcessGroup) -> Iterator[None]:
-    """Make torch's default group of the same ranks, over a file."""
-    folder = pg.world.broadcast_object(tempfile.mkdtemp() if pg.rank == 0 else None)
-    store = distributed.FileStore(f"{folder}/store", pg.world_size)
-    backend = "nccl" if pg.device.type == "cuda" else "gloo"
-    distributed.init_process_group(
-        backend, store=store, rank=pg.rank, world_size=pg.world_size, timeout=timedelta(seconds=pg.timeout_s)
-    )
+    """Make torch's default group of the same ranks."""
+    from checks import join_torch_group
+
+    join_torch_group(pg)
     try:
         yield
     finally:
