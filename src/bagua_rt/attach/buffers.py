@@ -7,6 +7,8 @@ beside each broadcast shows it, and no rank goes on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -43,21 +45,26 @@ class Buffers:
         self._engine = engine
         self._control = control
         self._changes = -1
-        self._follow()
-        self._agreed = self._kinds(self.current())
+        self._agreed = _kinds(self._named())
         self._replicator: TensorReplicator | None = None
         engine.accord.describe_buffers = self.describe
 
     def current(self) -> list[torch.Tensor]:
         """The buffers, each once."""
-        self._follow()
-        held = (module._buffers[key] for module, key in self._places)
-        return [buffer for buffer in held if buffer is not None]
+        return [buffer for _, buffer in self._named()]
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        """Modules and buffers may have come or gone since they were named."""
+        changes = self._engine.layout.changes
+        if changes != self._changes:
+            self._changes = changes
+            self._names, self._places = name_buffers(self._model, self._ignored)
+        held = (module._buffers.get(key) for module, key in self._places)
+        return [(name, now) for name, now in zip(self._names, held, strict=True) if now is not None]
 
     def describe(self) -> list[Line]:
         """What they are, for comparing with other ranks."""
-        current = self.current()
-        return [(f"buffer {name!r}", kind_of(now)) for name, now in zip(self._names, current, strict=True)]
+        return [(f"buffer {name!r}", kind_of(now)) for name, now in self._named()]
 
     def broadcast(self, root: int = 0) -> None:
         """Make them those of rank `root`.
@@ -68,8 +75,8 @@ class Buffers:
         """
         if self._engine.layout.is_borrowed:
             return
-        accord, current = self._engine.accord, self.current()
-        kinds = self._kinds(current)
+        accord, named = self._engine.accord, self._named()
+        kinds, current = _kinds(named), [now for _, now in named]
         if kinds != self._agreed:
             self._agree(accord, kinds)
         elif current and self._engine.join is None:  # else all ranks have just been in one generation
@@ -92,12 +99,6 @@ class Buffers:
             agree_on(self.describe(), self._control, _DIFFER, _FIX)
         self._agreed, self._replicator = kinds, None
 
-    def _kinds(self, current: list[torch.Tensor]) -> _Kinds:
-        return tuple((name, now.shape, now.dtype) for name, now in zip(self._names, current, strict=True))
 
-    def _follow(self) -> None:
-        """Modules and buffers may have come or gone since they were named."""
-        changes = self._engine.layout.changes
-        if changes != self._changes:
-            self._changes = changes
-            self._names, self._places = name_buffers(self._model, self._ignored)
+def _kinds(named: Sequence[tuple[str, torch.Tensor]]) -> _Kinds:
+    return tuple((name, now.shape, now.dtype) for name, now in named)

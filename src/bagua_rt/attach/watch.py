@@ -54,20 +54,23 @@ class ParameterWatch:
         self._flags = [param.requires_grad for param in self._params]
         self._cores = [_CORE(param) for param in self._params]
         self._tables: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
-        self._buffers: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self._buffers = [module._buffers for module in self._model.modules()]
+        self._buffer_keys = list(map(tuple, self._buffers))
+        self._empty = [(table, key) for table in self._buffers for key in table if table[key] is None]
         for module in self._model.modules():
             for table in (module._parameters, module._modules):
                 self._tables.append((table, tuple(table.values())))
-            self._buffers.append((module._buffers, _present(module._buffers)))
 
     def has_changed(self) -> bool:
         """Is anything different from when `trainable` was last asked?"""
         for table, values in self._tables:
             if len(table) != len(values) or not all(map(is_, table.values(), values)):
                 return not self.is_borrowed()
-        for table, keys in self._buffers:  # values are replaced in each forward, by some
-            if (table or keys) and _present(table) != keys:
-                return True
+        # Buffers that are there may be replaced in each forward: only those that come or go count.
+        if not all(map(eq, map(tuple, self._buffers), self._buffer_keys)):
+            return True
+        if any(table[key] is not None for table, key in self._empty):
+            return True
         params = self._params
         return (
             [param.requires_grad for param in params] != self._flags
@@ -124,7 +127,3 @@ class ParameterWatch:
                 got=f"{tuple(param.shape)}, {param.dtype} on {param.device}",
                 fix="change the model first, then attach() it",
             )
-
-
-def _present(table: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(key for key, value in table.items() if value is not None)
