@@ -59,7 +59,7 @@ class Buffers:
         if changes != self._changes:
             self._changes = changes
             self._names, self._places = name_buffers(self._model, self._ignored)
-        held = (module._buffers.get(key) for module, key in self._places)
+        held = (getattr(module, key, None) for module, key in self._places)
         return [(name, now) for name, now in zip(self._names, held, strict=True) if now is not None]
 
     def describe(self) -> list[Line]:

@@ -54,7 +54,8 @@ class ParameterWatch:
         self._flags = [param.requires_grad for param in self._params]
         self._cores = [_CORE(param) for param in self._params]
         self._tables: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
-        self._buffers = [module._buffers for module in self._model.modules()]
+        tables = [module._buffers for module in self._model.modules()]
+        self._buffers = [table for table in tables if isinstance(table, dict)]  # scripted ones don't change
         self._buffer_keys = list(map(tuple, self._buffers))
         self._empty = [(table, key) for table in self._buffers for key in table if table[key] is None]
         for module in self._model.modules():
