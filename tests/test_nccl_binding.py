@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bagua_rt.backends import _nccl_functions as functions
 from bagua_rt.backends._nccl import Nccl, NcclStatusError
@@ -171,6 +172,8 @@ class TestOperations:
         assert oldest.submitted == 7
 
     def test_dtypes(self) -> None:
+        for name, code in functions.DATATYPES.items():
+            assert functions.ITEM_BYTES[code] == getattr(torch, name).itemsize
         assert functions.datatype("torch.bfloat16") == 9
         assert functions.datatype("float8_e4m3fn") == 10
         assert functions.datatype("float8_e5m2") == 11
