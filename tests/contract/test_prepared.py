@@ -133,6 +133,23 @@ def memory_stays(ctx: RankContext, backend: str) -> None:
             assert settled(lambda memory=memory: memory() is not None, 0) == 0  # type: ignore[misc]
 
 
+def memory_of_a_known_call_stays(ctx: RankContext, backend: str) -> None:
+    """As memory_stays, for all_reduce_ of a tensor that was reduced before: nobody holds its work either."""
+    with world(ctx, backend) as w:
+        lane, gate = w.lanes[0], threading.Event()
+        t = torch.full((50_000,), 1.0, device=w.device.torch_device)
+        memory = weakref.ref(t.untyped_storage())
+        w.comm.all_reduce_(t, "avg", stream=lane).wait()
+        w.hold(lane, gate)
+        w.comm.all_reduce_(t, "avg", stream=lane)
+        del t
+        assert memory() is not None, "the operation has not run yet"
+        gate.set()
+        w.device.synchronize(w.device.record(lane))
+        w.comm.barrier().wait()
+        assert settled(lambda: memory() is not None, 0) == 0
+
+
 def ends(ctx: RankContext, backend: str) -> None:
     with world(ctx, backend) as w:
         other = w.comm.duplicate("other", w.lanes)
@@ -240,7 +257,14 @@ def test_prepared(pools: Pools, backend: str, size: int, fn: Callable[..., None]
     pools(size).run(fn, backend)
 
 
-CARE = [what_moves_is_refused, memory_stays, ends, wrong_tensors_at_a_known_address, every_launch_is_compared]
+CARE = [
+    what_moves_is_refused,
+    memory_stays,
+    memory_of_a_known_call_stays,
+    ends,
+    wrong_tensors_at_a_known_address,
+    every_launch_is_compared,
+]
 
 
 @pytest.mark.parametrize("fn", CARE)
