@@ -267,6 +267,33 @@ def under_a_side_stream(ctx: RankContext) -> None:
         assert t.item() == w.size**2
 
 
+def collected_beside_a_hang(ctx: RankContext) -> bool:
+    """Is all memory of a backend given back while something on the device doesn't end?"""
+    with world(ctx, "emulated") as w:
+        other = open_for("emulated", ctx.rank)
+        t, flat = w.tensor([1.0, 2.0]), w.tensor([0.0, 0.0])
+        stream = other.device.compute_stream()
+        other.kernels.copy_in([t], [flat], 2.0, stream)
+        other.device.synchronize(other.device.record(stream))
+        assert flat.tolist() == [2.0, 4.0]
+        gate = threading.Event()
+        w.hold(w.lanes[0], gate)
+        late = threading.Timer(5.0, gate.set)  # or nobody would ever open it
+        late.start()
+        other.close()
+        del other, stream
+        gc.collect()
+        waited = gate.is_set()
+        gate.set()
+        late.cancel()
+        late.join()
+        return not waited
+
+
+def test_the_garbage_collector_does_not_wait_for_the_device() -> None:
+    assert RankPool(1, product.environment(base={})).run(collected_beside_a_hang) == [True]
+
+
 @pytest.mark.parametrize("fn", [one_thread_issues, under_a_side_stream])
 def test_threads_and_side_streams(fn: Callable[[RankContext], None]) -> None:
     RankPool(2, product.environment(base={})).run(fn)

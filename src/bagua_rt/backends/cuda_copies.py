@@ -170,8 +170,10 @@ class _Prepared:
         self._pool = pool
 
     def __del__(self) -> None:
-        if self.is_recorded:  # else the device may still read them: nobody knows for how long
+        if self.is_recorded:
             self._pool.take_back(self.tables)
+        else:
+            _abandoned.extend(self.tables)
 
 
 def _tiles(row: tuple[int, int, int, int]) -> int:
@@ -204,10 +206,34 @@ def _copy_by_torch(pairs: list[tuple[torch.Tensor, torch.Tensor]], scale: float)
             target.mul_(scale)
 
 
+_spare_pinned: dict[tuple[int, int], list[Any]] = {}  # by device and size
+_abandoned: list[_Table] = []  # the device may still read them: nobody knows for how long
+
+
+class _Pinned:
+    """Pinned memory, which goes back to a list of the process when nobody needs it any more.
+
+    To free it would wait for all that the device has to do, be it a collective that hangs: wherever the
+    garbage collector happens to run, and without a deadline.
+    """
+
+    def __init__(self, core: Any, device: CudaDevice, size_bytes: int) -> None:
+        spare = self._spare = _spare_pinned.setdefault((device.raw.device_id, size_bytes), [])
+        try:
+            self._buffer = spare.pop()
+        except IndexError:
+            self._buffer = core.LegacyPinnedMemoryResource().allocate(size_bytes)
+        self.address = int(self._buffer.handle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            self._spare.append(self._buffer)
+
+
 class _Table(NamedTuple):
     """Pinned memory that the host writes, and device memory that a kernel reads."""
 
-    host: Any
+    host: _Pinned
     device: Any
     words: memoryview
     host_address: int
@@ -250,10 +276,9 @@ class _Tables:
 
     def _new(self, size_bytes: int, stream: CudaStream) -> _Table:
         try:
-            host = self._core.LegacyPinnedMemoryResource().allocate(size_bytes)
+            host = _Pinned(self._core, self._device, size_bytes)
             device = self._device.raw.allocate(size_bytes, stream=stream.raw)
         except Exception as error:
             raise cuda_error("the allocation of a table", error) from error
-        address = int(host.handle)
-        words = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B").cast("q")
-        return _Table(host, device, words, address, int(device.handle), size_bytes)
+        words = memoryview((ctypes.c_char * size_bytes).from_address(host.address)).cast("B").cast("q")
+        return _Table(host, device, words, host.address, int(device.handle), size_bytes)
