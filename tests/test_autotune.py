@@ -225,6 +225,7 @@ def ended(ctx: RankContext) -> dict[str, Any]:
         run.autotune(CANDIDATES_MB, steps=3)
         train(model, lambda step: batch(ctx.rank, step), range(2))
         moved = [each.names for each in run.buckets] != plan
+        assert run.state_dict()["tuned_cap_bytes"] is None, "nothing is found yet"
         run.switch(bagua.ByteGrad())
         back = [each.names for each in run.buckets] == plan
         train(model, lambda step: batch(ctx.rank, step), range(2))

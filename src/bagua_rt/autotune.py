@@ -48,6 +48,10 @@ class BucketSizeSearch:
         agree: Gives every rank's bytes to every rank.
         clock_s: Tells the time.
 
+    Attributes:
+        present_bytes: The same; it comes back if the search is cancelled.
+        found: What came of it; None while it goes on.
+
     Raises:
         UsageError: there is nothing to choose from, or an argument is not usable.
     """
@@ -81,7 +85,7 @@ class BucketSizeSearch:
                 f"{present_bytes / _MIB:.3g} MiB",
                 fix="give smaller candidates_mb, or train without",
             )
-        self._present = present_bytes
+        self.present_bytes = present_bytes
         self._queue = [*sizes, *reversed(sizes)]
         self._steps = steps
         self._use, self._agree, self._clock_s = use, agree, clock_s
@@ -114,7 +118,7 @@ class BucketSizeSearch:
 
     def cancel(self) -> None:
         """End the search where it began."""
-        self._use(self._present)
+        self._use(self.present_bytes)
 
     def _score(self, size: int) -> None:
         """The first interval is left out: new buckets are made in it."""
@@ -125,8 +129,8 @@ class BucketSizeSearch:
     def _end(self) -> None:
         seconds = {size: min(scores) for size, scores in self._scores.items()}
         best = min(seconds, key=lambda size: seconds[size])
-        if seconds[best] > (1 - _LEAST_GAIN) * seconds[self._present]:
-            best = self._present
+        if seconds[best] > (1 - _LEAST_GAIN) * seconds[self.present_bytes]:
+            best = self.present_bytes
         if best != self._trying:
             self._use(best)
         self.found = Tuned(self._mb[best], {self._mb[size]: 1e3 * s for size, s in seconds.items()})

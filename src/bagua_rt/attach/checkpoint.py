@@ -39,7 +39,7 @@ def save(attachment: Attachment) -> dict[str, Any]:
         "generations": engine.accord.generation,
         "order": [layout.names[i] for i in layout.plan.order] if layout.has_ready_order else None,
         "ready_order": [layout.names[i] for i in engine.ready_order],
-        "tuned_cap_bytes": layout.cap_bytes if layout.is_tuned else None,
+        "tuned_cap_bytes": layout.found_cap_bytes,
         "state": layout.state.state_dict(),
     }
 

@@ -169,9 +169,11 @@ class Layout:
         self._replan_keeping_state(self.plan.order)
 
     @property
-    def is_tuned(self) -> bool:
-        """Are buckets of another size than attach() was asked for?"""
-        return self.cap_bytes != self._options.cap_bytes
+    def found_cap_bytes(self) -> int | None:
+        """The bucket size that a search has found, not one that it tries; None where it is attach()'s."""
+        searching = self.search if self.search is not None and self.search.found is None else None
+        cap_bytes = self.cap_bytes if searching is None else searching.present_bytes
+        return None if cap_bytes == self._options.cap_bytes else cap_bytes
 
     def _replan_keeping_state(self, order: Sequence[int]) -> None:
         saved = self.state.state_dict()
