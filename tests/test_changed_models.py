@@ -386,6 +386,38 @@ def test_weights_that_each_forward_changes_are_refused_by_name(pool: RankPool) -
     assert on(pool, 1, renormalised) == [[("", "")]]
 
 
+def sync_batch_norm(ctx: RankContext) -> dict[str, Any]:
+    """torch's SyncBatchNorm, without a group of torch's and beside one."""
+    found: dict[str, Any] = {}
+    with group(ctx):
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(One(), nn.BatchNorm1d(1)))
+        found["alone"] = caught(lambda: bagua.attach(model).close())
+        torch.distributed.init_process_group(
+            "gloo", store=ctx.store(), rank=ctx.rank, world_size=ctx.world_size
+        )
+        try:
+            with bagua.attach(model):
+                found["training"] = caught(lambda: model(torch.ones(2, 1)))
+                out = model.eval()(feed(ctx))
+                out.sum().backward()
+                found["out"] = out.item()
+                found["grads"] = [grad(model[0].a.weight), grad(model[1].bias)]
+        finally:
+            torch.distributed.destroy_process_group()
+    return found
+
+
+def test_sync_batch_norm_without_a_group_of_torchs_is_refused(pool: RankPool) -> None:
+    scale = (1 + 1e-5) ** -0.5  # of running statistics that are new
+    for rank, found in enumerate(on(pool, 2, sync_batch_norm)):
+        kind, text = found["alone"]
+        assert kind == "UsageError"
+        assert "SyncBatchNorm '1' would take the statistics of this rank alone" in text
+        assert found["training"][0] == "ValueError", "torch has none for the CPU"
+        assert found["out"] == pytest.approx((rank + 1) * scale)
+        assert found["grads"] == pytest.approx([1.5 * scale, 1.0])
+
+
 # ---- modes of torch
 
 

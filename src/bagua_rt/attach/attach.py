@@ -24,7 +24,7 @@ from bagua_rt.bucket import ParameterSpec
 from bagua_rt.config import RuntimeConfig
 from bagua_rt.errors import UsageError
 from bagua_rt.optim.paired import PairedOptimizer
-from bagua_rt.process_group import ProcessGroup, default_group
+from bagua_rt.process_group import ProcessGroup, default_group, torch_has_a_group
 from bagua_rt.replicate import kind_without_bytes, replicate_optimizers, replicate_tensors
 
 _MIB = 1024 * 1024
@@ -98,6 +98,7 @@ def attach(
         _check_tensors(named, group)
         if group.world_size > 1:
             _refuse_renormalised(model, named)
+            _refuse_batch_norm_of_nobody(model)
         _close_former(model)
         _refuse_nested(named)
     options = Options(
@@ -306,6 +307,17 @@ def _refuse_renormalised(model: nn.Module, named: NamedTensors) -> None:
                 expected="weights that only optimizers move, by what all ranks agree on",
                 got=f"an embedding with max_norm={module.max_norm:g}",
                 fix="build it without max_norm, and normalise the weight after each step",
+            )
+
+
+def _refuse_batch_norm_of_nobody(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and not torch_has_a_group():
+            raise UsageError(
+                f"the SyncBatchNorm {name!r} would take the statistics of this rank alone",
+                expected="a group of torch.distributed, by which it finds the other ranks",
+                got="none",
+                fix="call torch.distributed.init_process_group() before attach(), or use BatchNorm",
             )
 
 

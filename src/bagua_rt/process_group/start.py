@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from bagua_rt import rendezvous
 from bagua_rt.backend import Backend
@@ -169,3 +170,8 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def torch_has_a_group() -> bool:
+    """Has torch.distributed a default group in this process, which torch's own modules use?"""
+    return dist.is_available() and dist.is_initialized()
