@@ -7,8 +7,9 @@
     torchrun --nproc-per-node 4 examples/convergence.py      is one of the ranks; so it is under srun, mpirun
 
 Each algorithm takes the same steps from the same weights on the same batches as gradient_allreduce, with the
-same optimizer: AdamW, or for onebit_adam and qadam their own one with its settings. Replicas that differ
-between ranks are averaged before they are validated. Results go into one JSON file after every run, so the
+same optimizer: AdamW, or for onebit_adam and qadam their own one with its settings. On the larger task those
+that have no warm-up of their own are switched to, after a part of the steps. Replicas that differ between
+ranks are averaged before they are validated. Results go into one JSON file after every run, so the
 script can be stopped and goes on where it was; `--merge` adds another machine's file.
 """
 
@@ -33,6 +34,7 @@ from learning_tasks import TASKS, Learning, Task
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WARMUP_SHARE = 0.3  # of onebit_adam's, qadam's and async_model_average's steps
+SWITCHED_TO = ("decentralized", "local_sgd", "low_precision_decentralized", "powersgd")
 POINTS = 12  # of each curve
 BETAS = (0.9, 0.99)
 OWN_OPTIMIZERS = {"onebit_adam": bagua.optim.OneBitAdam, "qadam": bagua.optim.QAdam}
@@ -42,7 +44,6 @@ OWN_OPTIMIZERS = {"onebit_adam": bagua.optim.OneBitAdam, "qadam": bagua.optim.QA
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd": ("local_sgd", {"interval": 4}),
     "local_sgd, outer step": ("local_sgd", {"interval": 8, "outer_step": True, "outer_momentum": 0.5}),
-    "powersgd": ("powersgd", {"rank": 4}),
     "async_model_average": ("async_model_average", {"interval_s": 0.0}),
 }
 
@@ -123,12 +124,16 @@ def make_optimizer(algorithm: str, model: nn.Module, task: Task, steps: int) -> 
     return optimizer
 
 
-def make_algorithm(algorithm: str, settings: dict[str, Any], steps: int) -> bagua.Algorithm | None:
+def make_algorithm(
+    algorithm: str, settings: dict[str, Any], task: Task, steps: int
+) -> bagua.Algorithm | None:
     """The algorithm; None where the optimizer brings it along."""
     if algorithm in OWN_OPTIMIZERS:
         return None
     if algorithm == "async_model_average":
         settings = {**settings, "warmup_steps": round(WARMUP_SHARE * steps)}
+    if algorithm == "powersgd":
+        settings = {**settings, "rank": task.powersgd_rank}
     return bagua.algorithms.create(algorithm, **settings)
 
 
@@ -149,7 +154,9 @@ def train(
     model = learning.model()
     data = learning.batches(seed, pg.rank, task.batch_size)
     optimizer = make_optimizer(algorithm, model, task, steps)
-    run = bagua.attach(model, optimizer, make_algorithm(algorithm, settings, steps))
+    chosen = make_algorithm(algorithm, settings, task, steps)
+    switch_at = round(task.switch_share * steps) if algorithm in SWITCHED_TO else 0
+    run = bagua.attach(model, optimizer, bagua.GradientAllReduce() if switch_at else chosen)
     curve, start = [], time.perf_counter()
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
@@ -157,6 +164,8 @@ def train(
         optimizer.zero_grad()
         learning.loss(model, next(data)).backward()
         optimizer.step()
+        if step == switch_at and chosen is not None:
+            run.switch(chosen)
         if step * POINTS // steps > (step - 1) * POINTS // steps and step < steps:
             curve.append((step, validate(pg, learning, model)))
     seconds = time.perf_counter() - start

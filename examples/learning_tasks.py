@@ -115,6 +115,9 @@ class Task:
         batch_size: Examples per rank and step.
         lr: Peak learning rate.
         weight_decay: AdamW's; enough that the validation loss has not begun to rise.
+        switch_share: Share of the steps that average gradients, before algorithms without a warm-up of their
+            own whose ranks differ, or whose gradients are of low rank, are switched to.
+        powersgd_rank: The columns that PowerSGD needs to keep within its bar.
     """
 
     title: str
@@ -123,9 +126,29 @@ class Task:
     batch_size: int
     lr: float
     weight_decay: float
+    switch_share: float
+    powersgd_rank: int
 
 
 TASKS = {
-    "digits": Task("scikit-learn's digits, an MLP", Digits, 600, 64, lr=2e-3, weight_decay=0.3),
-    "gpt": Task("the standard library's source, a byte-level GPT", Text, 600, 8, lr=3e-3, weight_decay=0.01),
+    "digits": Task(
+        "scikit-learn's digits, an MLP",
+        Digits,
+        steps=600,
+        batch_size=64,
+        lr=2e-3,
+        weight_decay=0.3,
+        switch_share=0.0,
+        powersgd_rank=4,
+    ),
+    "gpt": Task(
+        "the standard library's source, a byte-level GPT",
+        Text,
+        steps=600,
+        batch_size=32,
+        lr=3e-3,
+        weight_decay=0.01,
+        switch_share=0.3,
+        powersgd_rank=16,
+    ),
 }
