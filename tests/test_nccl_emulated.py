@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def connected(ctx: RankContext, place: Place) -> NcclComm:
 
 def family(ctx: RankContext) -> dict[str, Any]:
     """Split, shrink with and without an abort, and revoke; who is who in each, and what they sum to."""
-    place, me = Place(ctx), ctx.rank
+    place, me, store = Place(ctx), ctx.rank, ctx.store()
     parent = connected(ctx, place)
     found: dict[str, Any] = {}
 
@@ -67,6 +68,9 @@ def family(ctx: RankContext) -> dict[str, Any]:
     tell("all but the first", parent.split(None if me == 0 else 5, me, LIMIT_S, maxCTAs=4))
     if me != 1:
         tell("shrunk", parent.shrink([1], LIMIT_S))
+        store.set(f"shrunk/{me}", "")
+    else:  # no operation of the parent's may be under way while it is shrunk
+        store.wait(["shrunk/0", "shrunk/2"], timedelta(seconds=LIMIT_S))
     found["parent"] = place.total(parent, me + 1.0)
     parent.revoke(LIMIT_S)
     with pytest.raises(ClosedError, match="revoked"):
