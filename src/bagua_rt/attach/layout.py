@@ -169,10 +169,14 @@ class Layout:
         self._replan_keeping_state(self.plan.order)
 
     @property
+    def _searching(self) -> BucketSizeSearch | None:
+        """The search that is under way."""
+        return self.search if self.search is not None and self.search.found is None else None
+
+    @property
     def found_cap_bytes(self) -> int | None:
         """The bucket size that a search has found, not one that it tries; None where it is attach()'s."""
-        searching = self.search if self.search is not None and self.search.found is None else None
-        cap_bytes = self.cap_bytes if searching is None else searching.present_bytes
+        cap_bytes = self.cap_bytes if self._searching is None else self._searching.present_bytes
         return None if cap_bytes == self._options.cap_bytes else cap_bytes
 
     def _replan_keeping_state(self, order: Sequence[int]) -> None:
@@ -192,8 +196,8 @@ class Layout:
         """
         if self.takes_order(generation):
             self.adopt_ready_order(ready_order)
-        elif self.search is not None and self.search.found is None:
-            self.search.step()
+        elif self._searching is not None:
+            self._searching.step()
 
     def takes_order(self, generation: int) -> bool:
         """Is it before this generation that the ranks take the order of rank 0's gradients?"""
@@ -207,7 +211,7 @@ class Layout:
         """
         if not self.state.cuts_freely:
             raise refusals.buckets_matter()
-        if self.search is not None and self.search.found is None:
+        if self._searching is not None:
             raise refusals.search_under_way()
         return BucketSizeSearch(
             [slot.spec.nbytes for bucket in self.plan.buckets for slot in bucket.plan.slots],
@@ -220,8 +224,8 @@ class Layout:
 
     def stop_search(self) -> None:
         """End a search that is under way: the size is as it was before."""
-        if self.search is not None and self.search.found is None:
-            self.search.cancel()
+        if self._searching is not None:
+            self._searching.cancel()
             self.search = None
 
     def adopt_ready_order(self, mine: Sequence[int]) -> None:
