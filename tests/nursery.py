@@ -69,6 +69,15 @@ class Child:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """Stop it (SIGSTOP); it has stopped when this returns."""
+        self.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _ANSWER_S
+        while "State:\tT" not in Path(f"/proc/{self.pid}/status").read_text():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} has not stopped within {_ANSWER_S:g} s")
+            time.sleep(0.001)
+
     def kill(self) -> None:
         """End it at once."""
         self.send_signal(signal.SIGKILL)

@@ -95,19 +95,25 @@ def test_b56_two_ranks_that_claim_rank_0_all_hear_of_it(pools: Pools, port: int)
     assert all(took_s < 10 for _, _, took_s in answers)
 
 
-def late_claims(ctx: RankContext, port: int) -> tuple[str, str, float]:
-    """The last one comes when the second rank 0 has raised already."""
+def late_claims(ctx: RankContext, port: int, ranks: list[int], sizes: list[int]) -> tuple[str, str, float]:
+    """The last one comes when one of the others has raised already."""
     if ctx.rank == 2:
-        ctx.store().wait(["told"], timedelta(seconds=20))
-    found = attempt(port, [0, 0, 1][ctx.rank], 3)
-    ctx.store().set("told", "1")
+        ctx.store().wait([f"told {ranks} {sizes}"], timedelta(seconds=20))
+    found = attempt(port, ranks[ctx.rank], sizes[ctx.rank])
+    ctx.store().set(f"told {ranks} {sizes}", "1")
     return found
 
 
 def test_b56_a_rank_that_comes_later_hears_of_it_too(pools: Pools, port: int) -> None:
-    kind, text, _ = pools(3).run(late_claims, port, timeout=100.0)[2]
+    kind, text, _ = pools(3).run(late_claims, port, [0, 0, 1], [3, 3, 3], timeout=100.0)[2]
     assert kind == "UsageError"
     assert f"rank 0 is claimed by two processes at 127.0.0.1:{port}" in text
+
+
+def test_a_rank_that_comes_later_hears_of_different_world_sizes_too(pools: Pools, port: int) -> None:
+    for kind, text, _ in pools(3).run(late_claims, port, [0, 2, 1], [2, 3, 3], timeout=100.0):
+        assert kind == "UsageError"
+        assert "rank 0 and rank 2 state different world sizes" in text
 
 
 @pytest.mark.parametrize("sizes", [[2, 3, 3], [3, 2, 3], [3, 3, 4]])

@@ -42,7 +42,7 @@ def test_a_client_gives_up_in_time_and_goes_on_later(served: tuple[StoreClient, 
     client, server = served
     client.set("a", "1")
     board, roll = FailureBoard(client.clone()), RollCall(client.clone(), 0, 2)
-    server.send_signal(signal.SIGSTOP)
+    server.stop()
     began = time.monotonic()
     assert client.glance("a") is None
     assert client.is_silent

@@ -67,7 +67,7 @@ class Verdict:
     expected: str = ""
     got: str = ""
     fix: str = ""
-    seats: tuple[Seat, ...] = ()
+    seats: tuple[Seat, ...] = ()  # of all ranks if complete, else of those that disagree
 
     def dumps(self) -> str:
         """As a text for the store."""
@@ -108,6 +108,7 @@ def disagreement(mine: Seat, other: Seat) -> Verdict | None:
                 expected=f"one {name} on every rank",
                 got=f"{getattr(low, name)} on rank {low.rank}, {getattr(high, name)} on rank {high.rank}",
                 fix="start every rank with the same arguments, and every job on its own MASTER_PORT",
+                seats=(low, high),
             )
     return None
 
@@ -119,6 +120,7 @@ class Rendezvous:
         self.client = client
         self.seat = seat
         self.seats: tuple[Seat, ...] = ()
+        self._ranks_to_tell = 0
         self._server = server
         self._nonce = nonce
 
@@ -145,6 +147,8 @@ class Rendezvous:
         if verdict.kind != "complete":
             with contextlib.suppress(PeerError, CollectiveTimeoutError):  # rank 0 may be through already
                 client.add("verdicts-read", timeout_s=GOODBYE_S)
+            if verdict.kind == "usage":
+                self._ranks_to_tell = max(other.world_size for other in (seat, *verdict.seats))
             raise verdict.error()
         if not any(other.token == seat.token and other.rank == seat.rank for other in verdict.seats):
             raise self._refused(verdict)
@@ -205,15 +209,14 @@ class Rendezvous:
                 self._linger("goodbyes", lambda: self.seat.world_size)
         self._drop()
 
-    def give_up(self, error: BaseException) -> None:
-        """Leave after a `sit` that failed by `error`; rank 0 keeps its server up until the others know why.
+    def give_up(self) -> None:
+        """Leave after a `sit` that failed; rank 0 keeps its server up until the others know why.
 
         Those that came; and where ranks contradict each other, those that are still to come.
         """
-        expected = self.seat.world_size if isinstance(error, UsageError) else 0
         with contextlib.suppress(PeerError, CollectiveTimeoutError):
             if self._server is not None:
-                self._linger("verdicts-read", lambda: max(expected, self.client.add("claims", 0)))
+                self._linger("verdicts-read", lambda: max(self._ranks_to_tell, self.client.add("claims", 0)))
         self._drop()
 
     def _linger(self, key: str, enough: Callable[[], int]) -> None:
@@ -288,8 +291,8 @@ def join(
 def _sit(rendezvous: Rendezvous, timeout_s: float, check: Callable[[list[Seat]], None]) -> Rendezvous:
     try:
         rendezvous.sit(timeout_s, check)
-    except BaseException as error:
-        rendezvous.give_up(error)
+    except BaseException:
+        rendezvous.give_up()
         raise
     return rendezvous
 
