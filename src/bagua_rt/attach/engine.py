@@ -156,7 +156,7 @@ class Engine:
             self.accord.meet(Place.BEGINNING)
         self.settle()
         if self.is_in_step:  # else the plan changes at a safe point only
-            self.layout.follow_the_model()
+            self.layout.follow_into_generation()
         self.layout.enter_stage()
         if self.join is not None and not self.join.can_go_on:
             raise refusals.join_out_of_step()
