@@ -215,9 +215,7 @@ class _State(AlgorithmState):
                 m.error.copy_(state["error"][m.name])
 
     def load_from_other_world(self, state: Mapping[str, Any]) -> str:
+        self.load_state_dict(state)
         for m in self._matrices():
-            query = state["query"].get(m.name)
-            if query is not None and query.shape == m.q.shape:
-                m.q.copy_(query)
             m.error.zero_()
         return "the errors"
