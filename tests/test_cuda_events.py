@@ -6,7 +6,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,35 @@ def waited_for(ctx: RankContext) -> list[bool]:
         two.raw = meanwhile = Meanwhile(two.raw, one)
         w.device.wait(two, event)
         return meanwhile.was_spare
+
+
+class WhileRemoving(deque[Any]):
+    """What a stream keeps, and what somebody does just before an entry is taken out."""
+
+    def __init__(self, kept: Iterable[Any], meanwhile: Callable[[], object]) -> None:
+        super().__init__(kept)
+        self._meanwhile = meanwhile
+
+    def remove(self, value: Any) -> None:
+        self._meanwhile()
+        super().remove(value)
+
+
+def launched_anew_meanwhile(ctx: RankContext) -> list[bool]:
+    """Whether a prepared call is among what is under way, launched as the launch before is found landed."""
+    with world(ctx, "emulated") as w:
+        lane: Any = w.lanes[0]
+        gate = threading.Event()
+        prepared = w.comm.prepare_all_reduce_(w.tensor([1.0]), "avg", stream=lane)
+        work = prepared.launch()
+        work.wait()
+        w.hold(lane, gate)
+        lane.kept = WhileRemoving(lane.kept, prepared.launch)
+        lane.prune()
+        is_pending = [each is work for each in lane.pending()]
+        gate.set()
+        work.wait()
+        return is_pending
 
 
 def failed_meanwhile(ctx: RankContext) -> list[str]:
@@ -187,6 +217,7 @@ def behind_a_failure(ctx: RankContext) -> None:
         other, lane, gate = w.comm.duplicate("other", w.lanes), w.lanes[0], threading.Event()
         t, u = w.tensor([1.0]), w.tensor([1.0])
         comm: Any = w.comm
+        w.comm.broadcast_(t, stream=lane).wait()
         w.hold(lane, gate)
         w.comm.all_reduce_(t, "sum", stream=lane)
         comm.fail(CollectiveError("it failed"))
@@ -198,6 +229,27 @@ def behind_a_failure(ctx: RankContext) -> None:
         other.all_reduce_(u, "sum", stream=lane).wait()
         assert u.item() == w.size
         other.close()
+
+
+def behind_a_failure_elsewhere(ctx: RankContext) -> None:
+    """A lane that waits for another one is behind what fails there, also after launches in between."""
+    for launches_between in range(2):
+        with world(ctx, "emulated") as w:
+            other: Any = w.comm.duplicate("other", w.lanes)
+            lane, elsewhere, gate = *w.lanes, threading.Event()
+            t, u = w.tensor([1.0]), w.tensor([1.0])
+            for _ in range(2):  # from now on it is a remembered call, and its communicator's lane alone
+                w.comm.all_reduce_(t, "avg", stream=lane).wait()
+            w.hold(elsewhere, gate)
+            w.device.wait(lane, other.all_reduce_(u, "avg", stream=elsewhere).event)
+            for _ in range(launches_between):
+                w.comm.all_reduce_(t, "avg", stream=lane)
+            other.fail(CollectiveError("it failed"))
+            with pytest.raises(PeerError, match=r"'world' is behind a failed operation.*it failed"):
+                w.comm.all_reduce_(t, "avg", stream=lane)
+            gate.set()
+            other.abort()
+            w.comm.all_reduce_(t, "avg", stream=lane).wait()
 
 
 def refused_by_nccl(ctx: RankContext) -> None:
@@ -267,6 +319,20 @@ def under_a_side_stream(ctx: RankContext) -> None:
         assert t.item() == w.size**2
 
 
+def timed_long_after_the_base(ctx: RankContext) -> list[bool]:
+    """Whether times far from the base of a device get a new one, and agree over the change."""
+    with world(ctx, "emulated") as w:
+        device: Any = w.device
+        events = [device.record(w.lanes[0], timed=True) for _ in range(3)]
+        device.synchronize(events[-1])
+        times_us, bases = [], []
+        for event in reversed(events):
+            with mock.patch("bagua_rt.backends.cuda_device._BASE_IS_OLD_MS", -1e9):
+                times_us.append(device.time_us(event))
+            bases.append(device._base)
+        return [len({id(base) for base in bases}) == 3, max(times_us) - min(times_us) < 1e5]
+
+
 def collected_beside_a_hang(ctx: RankContext) -> bool:
     """Is all memory of a backend given back while something on the device doesn't end?"""
     with world(ctx, "emulated") as w:
@@ -290,6 +356,10 @@ def collected_beside_a_hang(ctx: RankContext) -> bool:
         return not waited
 
 
+def test_an_old_base_of_times_is_renewed() -> None:
+    assert RankPool(1, product.environment(base={})).run(timed_long_after_the_base) == [[True, True]]
+
+
 def test_the_garbage_collector_does_not_wait_for_the_device() -> None:
     assert RankPool(1, product.environment(base={})).run(collected_beside_a_hang) == [True]
 
@@ -299,7 +369,7 @@ def test_threads_and_side_streams(fn: Callable[[RankContext], None]) -> None:
     RankPool(2, product.environment(base={})).run(fn)
 
 
-@pytest.mark.parametrize("fn", [behind_a_failure, refused_by_nccl])
+@pytest.mark.parametrize("fn", [behind_a_failure, behind_a_failure_elsewhere, refused_by_nccl])
 def test_what_comes_after_a_failure_is_refused(fn: Callable[[RankContext], None]) -> None:
     RankPool(2, product.environment(base={})).run(fn)
 
@@ -332,6 +402,10 @@ def test_a_capture_into_a_cuda_graph_is_refused() -> None:
 
 def test_an_event_that_is_waited_for_is_not_recorded_anew() -> None:
     assert RankPool(1, product.environment(base={})).run(waited_for) == [[False]]
+
+
+def test_a_prepared_call_that_is_launched_anew_is_under_way() -> None:
+    assert RankPool(2, product.environment(base={})).run(launched_anew_meanwhile) == [[True]] * 2
 
 
 def test_a_failure_between_a_launch_and_its_event_is_the_works() -> None:

@@ -6,7 +6,9 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +37,22 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> Fake:
 def fake(newest: Fake) -> Fake:
     newest.reset()
     return newest
+
+
+@contextmanager
+def a_thread_inside(fake: Fake, comm: NcclComm, how: str, milliseconds: int) -> Iterator[threading.Thread]:
+    """A thread that stays in NCCL for so long, in an operation of `comm`: a "call", or one "prepared"."""
+    with comm.prepare() as prepared:
+        comm.all_reduce(SEND, RECV, 1, FLOAT32, SUM, STREAM)
+    call = partial(comm.all_reduce, SEND, RECV, 1, FLOAT32, SUM, STREAM)
+    fake.block(milliseconds)
+    thread = threading.Thread(target=prepared if how == "prepared" else call)
+    thread.start()
+    while thread.is_alive() and not fake.inside:
+        time.sleep(0.001)
+    assert fake.inside
+    yield thread
+    thread.join()
 
 
 class TestProgress:
@@ -186,17 +204,6 @@ class TestEnd:
             assert len(_nccl_comm._abandoned_outputs) == kept + 1
             fake.reset()
 
-    def test_a_poll_never_runs_beside_a_thread_inside(self, fake: Fake) -> None:
-        comm = fake.comm()
-        fake.block(300)
-        thread = threading.Thread(target=comm.all_reduce, args=(SEND, RECV, 1, FLOAT32, SUM, STREAM))
-        thread.start()
-        while thread.is_alive() and not fake.inside:
-            time.sleep(0.001)
-        assert comm.poll()
-        assert not fake.inside
-        thread.join()
-
     def test_after_revoke_no_finalize(self, fake: Fake) -> None:
         comm = fake.comm()
         fake.answer(functions.IN_PROGRESS, polls=3)
@@ -210,33 +217,31 @@ class TestEnd:
         assert names[-1] == "ncclCommDestroy"
         assert "ncclCommFinalize" not in names
 
-    def test_abort_waits_for_a_thread_inside_and_never_runs_beside_it(self, fake: Fake) -> None:
+
+@pytest.mark.parametrize("how", ["call", "prepared"])
+class TestThreadInside:
+    """[Note: one thread in NCCL]"""
+
+    def test_a_poll_never_runs_beside_it(self, fake: Fake, how: str) -> None:
         comm = fake.comm()
-        fake.block(400)
-        thread = threading.Thread(target=comm.all_reduce, args=(SEND, RECV, 1, FLOAT32, SUM, STREAM))
-        thread.start()
-        while thread.is_alive() and not fake.inside:
-            time.sleep(0.001)
-        assert fake.inside
-        with pytest.raises(CollectiveTimeoutError, match="a thread is inside a call"):
-            comm.abort(0.02)
-        with pytest.raises(ClosedError, match="aborted"):  # refused, although nothing was aborted yet
-            comm.send(SEND, 1, FLOAT32, 0, STREAM)
-        comm.abort(5)
-        thread.join()
+        with a_thread_inside(fake, comm, how, 300):
+            assert comm.poll()
+            assert not fake.inside
+
+    def test_abort_waits_for_it_and_never_runs_beside_it(self, fake: Fake, how: str) -> None:
+        comm = fake.comm()
+        with a_thread_inside(fake, comm, how, 400):
+            with pytest.raises(CollectiveTimeoutError, match="a thread is inside a call"):
+                comm.abort(0.02)
+            with pytest.raises(ClosedError, match="aborted"):  # refused, although nothing was aborted yet
+                comm.send(SEND, 1, FLOAT32, 0, STREAM)
+            comm.abort(5)
         assert fake.calls()[1:] == [f"ncclCommAbort {COMM}"]
 
-    @pytest.mark.parametrize("prepared", [False, True])
-    def test_the_gil_is_released_inside(self, fake: Fake, prepared: bool) -> None:
-        comm = fake.comm()
-        with comm.prepare() as calls:
-            comm.all_reduce(SEND, RECV, 1, FLOAT32, SUM, STREAM)
-        fake.block(300)
-        arguments = () if prepared else (SEND, RECV, 1, FLOAT32, SUM, STREAM)
-        thread = threading.Thread(target=calls if prepared else comm.all_reduce, args=arguments)
-        thread.start()
+    def test_it_has_released_the_gil(self, fake: Fake, how: str) -> None:
         seen = 0
-        while thread.is_alive():
-            seen += fake.inside
-            time.sleep(0.001)
+        with a_thread_inside(fake, fake.comm(), how, 300) as thread:
+            while thread.is_alive():
+                seen += fake.inside
+                time.sleep(0.001)
         assert seen > 20

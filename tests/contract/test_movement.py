@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 
 from bagua_rt.backend import Work
-from bagua_rt.errors import UsageError
+from bagua_rt.errors import CollectiveTimeoutError, UsageError
 from tests.contract.world import MOVED, World, inputs, poisoned, same_bits, world
 from tests.ranks import RankContext, RankPool
 
@@ -180,6 +181,17 @@ def barriers(ctx: RankContext, backend: str) -> None:
             w.comm.barrier().wait()
         with w.comm.register(w.tensor([1.0])):
             w.comm.barrier().wait()
+        for late in range(w.size):  # nobody is through before the one that comes last
+            others = [rank for rank in range(w.size) if rank != late]
+            if w.rank == late:
+                ctx.store().wait([f"waits/{late}/{rank}" for rank in others], timedelta(seconds=20))
+                w.comm.barrier().wait()
+            else:
+                work = w.comm.barrier()
+                with pytest.raises(CollectiveTimeoutError):
+                    work.wait(0.05)
+                ctx.store().set(f"waits/{late}/{w.rank}", "")
+                work.wait()
 
 
 ALL = [
