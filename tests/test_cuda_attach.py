@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from torch import nn
 import bagua_rt as bagua
 from bagua_rt.backends import open_backend
 from bagua_rt.config import RuntimeConfig
-from bagua_rt.errors import BackendUnavailableError
+from bagua_rt.errors import BackendUnavailableError, BaguaError
 from tests.emulator import emulator, product
 from tests.ranks import RankContext, RankPool
 
@@ -215,6 +215,13 @@ def train(ctx: RankContext, backend: str, algorithm: str, bug: str = "none", com
     return [w.numpy() for w in weights], [] if backend == "gloo" else found()
 
 
+def reports_of_training(ctx: RankContext, bug: str, commit: str = "host") -> list[str]:
+    """The emulator's reports; a rank that orders too little may also leave the other in an operation."""
+    with suppress(BaguaError):
+        return list(train(ctx, "emulated", "gradient_allreduce", bug, commit)[1])
+    return found()
+
+
 def train_sparse(ctx: RankContext, backend: str) -> Any:
     """Train an embedding whose gradients are sparse, and a layer behind it."""
     with open_group(ctx, backend) as group:
@@ -292,8 +299,8 @@ def test_with_the_stream_as_gate_the_host_orders_nothing(environment: Mapping[st
     bug = "only the compute stream does not wait"
     pool = RankPool(2, environment)
     for commit, races in (("host", False), ("stream", True)):
-        answers = pool.run(train, "emulated", "gradient_allreduce", bug, commit, timeout=100)
-        found = [any(text.startswith("race") for text in reports) for _, reports in answers]
+        answers = pool.run(reports_of_training, bug, commit, timeout=100)
+        found = [any(text.startswith("race") for text in reports) for reports in answers]
         assert found == [races] * 2, commit
 
 
@@ -311,8 +318,8 @@ ORDER_BUGS = [name for name in BUGS if name not in ("none", "tensors let go at o
 
 @pytest.mark.parametrize("bug", ORDER_BUGS)
 def test_a_planted_ordering_bug_is_reported(environment: Mapping[str, str], bug: str) -> None:
-    answers = RankPool(2, environment).run(train, "emulated", "gradient_allreduce", bug, timeout=100)
-    assert all(any(text.startswith("race") for text in reports) for _, reports in answers), answers
+    answers = RankPool(2, environment).run(reports_of_training, bug, timeout=100)
+    assert all(any(text.startswith("race") for text in reports) for reports in answers), answers
 
 
 @pytest.mark.parametrize("bug", ["none", "tensors let go at once"])
