@@ -51,7 +51,7 @@ class ParameterSpec:
                 fix="make it a parameter of its own with .clone() or .contiguous()",
             )
         if not is_dense(shape, stride):
-            stride = _contiguous_stride(shape)  # as autograd itself lays out such a parameter's gradient
+            stride = contiguous_stride(shape)  # as autograd itself lays out such a parameter's gradient
         return cls(name, shape, stride, tensor.dtype, str(tensor.device))
 
     @property
@@ -240,7 +240,8 @@ def _elements_overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return False
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of `shape`."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

@@ -11,7 +11,7 @@ import torch
 from bagua_rt.algorithms.base import AlgorithmState, Context
 from bagua_rt.algorithms.operations import CODEC_DTYPES, hierarchical_, hierarchical_sum_
 from bagua_rt.backend import Communicator, Device, Kernels, Stream
-from bagua_rt.bucket import Bucket
+from bagua_rt.bucket import Bucket, ParameterSpec, contiguous_stride
 
 _log = logging.getLogger("bagua_rt")
 
@@ -297,7 +297,13 @@ class CompressedMeans:
         return "the errors" if self._feedback else ""
 
     def _plan(self) -> list[list[str]]:
-        return [list(self._buckets[index].plan.names) for index in self._means]
+        return [[_place(slot.spec) for slot in self._buckets[index].plan.slots] for index in self._means]
+
+
+def _place(spec: ParameterSpec) -> str:
+    """Name, and layout where it is not the usual one: errors are kept flat."""
+    is_usual = spec.stride == contiguous_stride(spec.shape)
+    return spec.name if is_usual else f"{spec.name} {spec.stride}"
 
 
 class CompressedGradients(AlgorithmState):

@@ -12,12 +12,14 @@ from bagua_rt.algorithms.base import Algorithm, Context
 from bagua_rt.algorithms.gradient_allreduce import GradientAllReduce
 from bagua_rt.attach.agreement import describe, on_all_ranks
 from bagua_rt.attach.attached import Attached, Attachment
+from bagua_rt.attach.backward import is_running
 from bagua_rt.attach.buffers import Buffers
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.generation import Options
 from bagua_rt.attach.hooks import Hooks, attachment_of, is_attached
 from bagua_rt.attach.layout import Layout
 from bagua_rt.attach.names import NamedTensors, name_tensors
+from bagua_rt.attach.refusals import call_in_backward
 from bagua_rt.attach.resources import Resources, telling_refusals
 from bagua_rt.attach.watch import ParameterWatch
 from bagua_rt.bucket import ParameterSpec
@@ -90,6 +92,8 @@ def attach(
     """
     group = group_of(process_group)
     with telling_refusals(group):
+        if is_running():
+            raise call_in_backward("attach()")
         given = _listed(optimizers)
         _check_arguments(model, given, commit, name)
         _check_sizes(bucket_cap_mb=bucket_cap_mb, first_bucket_mb=first_bucket_mb, chunk_mb=chunk_mb)
@@ -345,3 +349,13 @@ def _check_tensors(named: NamedTensors, group: ProcessGroup) -> None:
             )
     for name, param in named.parameters.items():
         ParameterSpec.of(name, param)
+        if (
+            param.requires_grad
+            and (grad_dtype := getattr(param, "grad_dtype", param.dtype)) is not param.dtype
+        ):
+            raise UsageError(
+                f"the gradient of {name!r} is to have another dtype than the parameter",
+                expected=f"{param.dtype}",
+                got=f"grad_dtype {grad_dtype}",
+                fix="leave grad_dtype as it is, or name the parameter in ignore",
+            )

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from bagua_rt.algorithms.base import Algorithm, AlgorithmState, Context
-from bagua_rt.attach import checkpoint
+from bagua_rt.attach import checkpoint, refusals
 from bagua_rt.attach.agreement import agree_on, on_all_ranks
+from bagua_rt.attach.backward import is_running
 from bagua_rt.attach.buffers import Buffers
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.hooks import Hooks
 from bagua_rt.attach.join import Join
 from bagua_rt.attach.names import NamedTensors
-from bagua_rt.attach.refusals import no_background
 from bagua_rt.attach.resources import Resources
 from bagua_rt.autotune import Tuned
 from bagua_rt.bucket import BucketPlan
@@ -283,7 +283,7 @@ class Attached:
             LayoutMismatchError: the ranks' arguments differ.
             PeerError: in the throwing mode.
         """
-        attachment = self._open()
+        attachment = self._between_steps("join()")
         engine = attachment.engine
         engine.give_up_lost_backward()
         engine.settle()
@@ -323,7 +323,7 @@ class Attached:
                 argument is not usable, or a search is under way; on every rank, if on one.
             LayoutMismatchError: the ranks' arguments differ, or they are out of step.
         """
-        attachment = self._open()
+        attachment = self._between_steps("autotune()")
         engine, control = attachment.engine, attachment.resources.control
         engine.halt(takes=False)
         search = on_all_ranks("autotune()", control, lambda: engine.layout.new_search(candidates_mb, steps))
@@ -365,7 +365,7 @@ class Attached:
             PeerError: a rank has left.
             CollectiveTimeoutError: a rank has come to no safe point for too long.
         """
-        engine = self._with_background()
+        engine = self._with_background("pause()")
         engine.halt(takes=True)
         engine.background.pause()
 
@@ -376,7 +376,7 @@ class Attached:
             UsageError: the algorithm has no such rounds.
             CollectiveError: a rank did not come.
         """
-        engine = self._with_background()
+        engine = self._with_background("resume()")
         engine.pipeline.raise_failure()
         engine.background.resume()
 
@@ -393,7 +393,7 @@ class Attached:
             UsageError: it can't do this model, world or optimizer; on every rank, if on one.
             LayoutMismatchError: the ranks switch to different algorithms, or are out of step.
         """
-        attachment = self._open()
+        attachment = self._between_steps("switch()")
         engine, control = attachment.engine, attachment.resources.control
         engine.halt(takes=False)
         state = on_all_ranks("switch()", control, lambda: _bound(algorithm, attachment.context))
@@ -410,7 +410,7 @@ class Attached:
 
         Per rank: every rank saves its own.
         """
-        attachment = self._open()
+        attachment = self._between_steps("state_dict()")
         attachment.engine.settle()
         return checkpoint.save(attachment)
 
@@ -422,7 +422,7 @@ class Attached:
             LayoutMismatchError: the ranks' checkpoints are not of one moment.
             Exception: what the algorithm's state met on this rank.
         """
-        attachment = self._open()
+        attachment = self._between_steps("load_state_dict()")
         attachment.engine.halt(takes=False)
         checkpoint.load(attachment, state)
 
@@ -435,11 +435,17 @@ class Attached:
         if self._made is not None:
             self._made.detach(orderly=True)
 
-    def _with_background(self) -> Engine:
-        engine = self._open().engine
+    def _with_background(self, call: str) -> Engine:
+        engine = self._between_steps(call).engine
         if engine.state.interval_s is None:
-            raise no_background(self.algorithm.name)
+            raise refusals.no_background(self.algorithm.name)
         return engine
+
+    def _between_steps(self, call: str) -> Attachment:
+        attachment = self._open()
+        if is_running():
+            raise refusals.call_in_backward(call)
+        return attachment
 
     def _open(self) -> Attachment:
         if self._attachment.is_closed:

@@ -66,8 +66,12 @@ class GradientsByHand:
     def _finds_some(self, optimizer: torch.optim.Optimizer) -> bool:
         """Has a parameter of `optimizer` a gradient that isn't the last generation's, nor zero?"""
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        averaged = {id(view) for bucket in self._layout.plan.buckets for view in bucket.views}
+        averaged = {view.data_ptr() for bucket in self._layout.plan.buckets for view in bucket.views}
         grads = [param.grad for param in self._layout.params if id(param) in mine]
         return any(
-            grad is not None and id(grad) not in averaged and bool(grad.detach().any()) for grad in grads
+            grad is not None and not _is_at(grad, averaged) and bool(grad.detach().any()) for grad in grads
         )
+
+
+def _is_at(grad: torch.Tensor, places: set[int]) -> bool:
+    return grad.layout is torch.strided and grad.data_ptr() in places

@@ -124,6 +124,8 @@ class Engine:
             self._stage_bucket(generation, generation.full)
         bucket = self.layout.plan.bucket_of[index]
         if generation.seen[index] or bucket < 0:
+            if not param.requires_grad:  # frozen since its forward: autograd has dropped the gradient
+                return
             self._accept_without_bucket(generation, index)
         generation.seen[index] = True
         if param.grad is None:
@@ -283,7 +285,7 @@ class Engine:
 
     def _close_generation(self) -> None:
         self._generation = None
-        self._local.clear()
+        self._local.clear(self.layout.plan.order)
         if self.is_in_step:
             self.accord.generation += 1
         else:
@@ -487,7 +489,7 @@ class Engine:
         Args:
             orderly: Wait for what is outstanding; without, nothing is waited for.
         """
-        if self.accord.is_waiting:  # in another thread, or this is a signal handler of the one that waits
+        if self.accord.is_waiting or (is_running() and self._generation):  # in another thread, or below this
             self.pipeline.fail(refusals.closed_under_way())
         try:
             if orderly and self.pipeline.failure is None:

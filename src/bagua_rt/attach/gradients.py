@@ -16,6 +16,11 @@ from bagua_rt.errors import UsageError
 
 _DENSE = torch.strided
 
+# [Note: aliases in .grad]
+# What stands in ``.grad`` is the trainer's: ``p.grad.data = ...``, as Module.to(memory_format=...) and older
+# code have it, or torch.utils.swap_tensors give that very object other memory. So it is never a view that a
+# bucket itself goes by, but an alias of it, made anew each time.
+
 
 class Gradients:
     """Moves gradients between parameters and buckets.
@@ -67,7 +72,7 @@ class Gradients:
         state.stage(bucket, present)
         if self._as_view and state.launch_on is LaunchOn.GRADIENT_READY:
             for i in present:
-                bucket.params[i].grad = bucket.views[i]
+                bucket.params[i].grad = bucket.views[i].detach()  # [Note: aliases in .grad]
         if not self._check:
             return []
         return [members[i] for i in present if not bool(torch.isfinite(bucket.views[i]).all())]
@@ -84,7 +89,7 @@ class Gradients:
             if index in unused:
                 param.grad = before
             elif self._as_view:
-                param.grad = view
+                param.grad = view.detach()
         self._kept.clear()
 
     def _copy_out(self, bucket: Bucket) -> None:

@@ -270,7 +270,7 @@ class Layout:
         ]
 
     def follow_the_model(self, before_change: Callable[[], None] | None = None) -> None:
-        """Parameters may have been frozen, unfrozen or tied since; the plan follows.
+        """Parameters may have been frozen, unfrozen, tied or laid out otherwise since; the plan follows.
 
         Args:
             before_change: Called before the plan changes, if it does.
@@ -292,18 +292,19 @@ class Layout:
     def _follow(self, before_change: Callable[[], None] | None = None) -> None:
         try:
             trainable = self._watch.trainable()
+            is_laid_out = self.plan.is_laid_out_as(self.params)
         except UsageError as error:
             self._pipeline.fail(error)
             raise
         if self.install_hooks is not None:
             self.install_hooks(trainable)
         before, now = set(self.plan.order), set(trainable)
-        if before != now:
+        if before != now or not is_laid_out:
             if before_change is not None:
                 before_change()
             new = [i for i in trainable if i not in before]
             try:
-                self.use_order([*(i for i in self.plan.order if i in now), *reversed(new)])
+                self._replan_keeping_state([*(i for i in self.plan.order if i in now), *reversed(new)])
             except UsageError as error:  # the algorithm can't do these
                 self._pipeline.fail(error)
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -47,9 +47,11 @@ class LocalGradients:
         if left := [names[index] for index in sorted(self._accumulated) if self.holds(index)]:
             raise step_without_synchronising(left)
 
-    def clear(self) -> None:
-        """All gradients have been synchronised."""
-        self._accumulated.clear()
+    def clear(self, indices: Iterable[int]) -> None:
+        """The gradients of these parameters have been synchronised; those of others, frozen by now, not."""
+        if self._accumulated:
+            for index in indices:
+                self._accumulated.pop(index, None)
 
 
 def _is_zero(grad: torch.Tensor) -> bool:

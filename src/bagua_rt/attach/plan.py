@@ -64,6 +64,20 @@ class Plan:
                 self.bucket_of[i] = bucket
         self.digest = plan_digest(plans, extra=repr(self.sparse))
 
+    def is_laid_out_as(self, params: Sequence[nn.Parameter]) -> bool:
+        """Has each gradient the layout that its parameter has now?
+
+        Raises:
+            UsageError: a parameter is expanded now.
+        """
+        placed = zip(self.buckets, self.members, strict=True)
+        slots = [
+            (slot, i)
+            for bucket, members in placed
+            for slot, i in zip(bucket.plan.slots, members, strict=True)
+        ]
+        return all(ParameterSpec.of(slot.spec.name, params[i]) == slot.spec for slot, i in slots)
+
     def release_gradients(self, *, has_failed: bool = False) -> None:
         """Give every parameter whose gradient lives in a bucket a gradient of its own.
 

@@ -66,10 +66,20 @@ def step_without_synchronising(names: Sequence[str]) -> UsageError:
     )
 
 
+def call_in_backward(call: str) -> UsageError:
+    """Inside of a backward, `call` would wait for what only the end of that backward brings."""
+    return UsageError(
+        f"{call} inside of a backward",
+        expected="a call between steps",
+        got="a call in a gradient hook",
+        fix="call it after backward(), on every rank",
+    )
+
+
 def closed_under_way() -> ClosedError:
-    """close() or shutdown(), in another thread or a signal handler, while a backward waits for the others."""
+    """close() or shutdown() in a hook, another thread or a signal handler, while a backward is under way."""
     return ClosedError(
-        "the attachment was closed while a backward waited for the other ranks",
+        "the attachment was closed while a backward ran, or waited for the other ranks",
         fix="close() and shutdown() between steps, on the thread that trains",
     )
 

@@ -1,7 +1,8 @@
 """Noticing that a model's parameters are no longer what was attached.
 
-Freezing, unfreezing and tying change which parameters take part; the plan follows. A parameter that was
-replaced, cast or moved, and one that was added, would train unsynchronised; that is an error.
+Freezing, unfreezing and tying change which parameters take part, Module.to(memory_format=...) how their
+gradients are laid out; the plan follows. A parameter that was replaced, cast or moved, and one that was
+added, would train unsynchronised; that is an error.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ParameterWatch:
         self._dtypes = [param.dtype for param in self._params]
         self._devices = [param.device for param in self._params]
         self._shapes = [param.shape for param in self._params]
+        self._shaped = [param for param in self._params if param.dim() > 1]  # others have one dense layout
         self._ends = sorted({0, len(self._params) - 1}) if self._params else []
         self._ignored = frozenset(ignored)
         self.sparse = sparse_parameters(model)
@@ -53,6 +55,7 @@ class ParameterWatch:
         self._flags = [param.requires_grad for param in self._params]
         # What torch.utils.swap_tensors swaps, and the hooks with it.
         self._cores = [param._cdata for param in self._params]
+        self._strides = list(map(torch.Tensor.stride, self._shaped))
         self._tables: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         tables = [module._buffers for module in self._model.modules()]
         self._buffers = [table for table in tables if isinstance(table, dict)]  # scripted ones don't change
@@ -87,6 +90,7 @@ class ParameterWatch:
             [param.dtype for param in params] != self._dtypes
             or not all(map(eq, map(_SHAPE, params), self._shapes))
             or [param._cdata for param in params] != self._cores
+            or not all(map(eq, map(torch.Tensor.stride, self._shaped), self._strides))
             or any(params[i].device != self._devices[i] for i in self._ends)  # a model moves as a whole
         )
 
