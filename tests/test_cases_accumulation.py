@@ -239,8 +239,7 @@ def b17_steps(ctx: RankContext, kind: str, as_view: bool, set_to_none: bool, by_
     for step in range(4):
         weight = model.a.weight
         if step and by_hand == "detach" and weight.grad is not None:
-            text = caught(weight.grad.detach_)[1]
-            assert "Can't detach views" in text if as_view else not text, text
+            weight.grad.detach_()
         elif by_hand:
             weight.grad = None if by_hand == "none" else torch.zeros(1, 1)
         model.zero_grad(set_to_none=set_to_none)

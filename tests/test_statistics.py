@@ -196,6 +196,11 @@ def test_the_variable_traces_whole_runs(pool: RankPool, tmp_path: Path) -> None:
         assert len([event for event in events if event["ph"] == "X"]) == count == 2 * 3
 
 
+def test_a_folder_that_takes_no_trace_fails_no_training(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert on(pool, 2, traced_from_start, str(tmp_path / "file" / "folder")) == [6, 6]
+
+
 def test_a_trace_that_is_off_records_nothing_and_is_bounded(tmp_path: Path) -> None:
     trace = Trace(rank=3, world_size=4, capacity=2)
     trace.add("a", "t", 0.0, 1.0)

@@ -266,8 +266,8 @@ def _check_arguments(
     commit: str,
     name: str | None,
 ) -> None:
-    if name is not None and (not isinstance(name, str) or not name):
-        raise UsageError("name is none", expected="a text, or None", got=repr(name))
+    if name is not None and not (isinstance(name, str) and name and name.isprintable()):
+        raise UsageError("name is none", expected="a printable text, or None", got=repr(name))
     if not isinstance(model, nn.Module):
         raise UsageError("model is none", expected="a torch.nn.Module", got=type(model).__name__)
     if isinstance(model, torch.jit.ScriptModule):

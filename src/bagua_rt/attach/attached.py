@@ -144,7 +144,13 @@ class Attachment:
         finally:
             self.resources.close()
             if self._trace_dir is not None:
-                self.trace.write_chrome(self._trace_dir)
+                self._write_trace(self._trace_dir)
+
+    def _write_trace(self, folder: Path) -> None:
+        try:
+            self.trace.write_chrome(folder)
+        except OSError as refusal:  # the training that ends here is worth more than its trace
+            _log.warning("the trace could not be written: %s", refusal)
 
 
 def _bound(algorithm: Algorithm, context: Context) -> AlgorithmState:
