@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from bagua_rt.backend import Work
 from bagua_rt.backends._nccl import NcclStatusError
@@ -213,22 +214,25 @@ def launched_late(ctx: RankContext) -> dict[str, float]:
 
 def behind_a_failure(ctx: RankContext) -> None:
     """What is asked of a lane while a communicator that failed there is not aborted yet."""
-    with world(ctx, "emulated") as w:
-        other, lane, gate = w.comm.duplicate("other", w.lanes), w.lanes[0], threading.Event()
-        t, u = w.tensor([1.0]), w.tensor([1.0])
-        comm: Any = w.comm
-        w.comm.broadcast_(t, stream=lane).wait()
-        w.hold(lane, gate)
-        w.comm.all_reduce_(t, "sum", stream=lane)
-        comm.fail(CollectiveError("it failed"))
-        with pytest.raises(PeerError, match=r"'world/other' is behind a failed operation.*it failed"):
-            other.all_reduce_(u, "sum", stream=lane)
-        assert w.device.query(w.device.record(lane)), "its outcome is known"
-        gate.set()
-        w.comm.abort()
-        other.all_reduce_(u, "sum", stream=lane).wait()
-        assert u.item() == w.size
-        other.close()
+    for launched_before in (0, 2):  # twice: the third is a remembered call
+        with world(ctx, "emulated") as w:
+            comm: Any = w.comm
+            other, lane, gate = w.comm.duplicate("other", w.lanes), w.lanes[0], threading.Event()
+            t, u = w.tensor([1.0]), w.tensor([1.0])
+            w.comm.broadcast_(t, stream=lane).wait()
+            for _ in range(launched_before):
+                w.comm.all_reduce_(t, "avg", stream=lane).wait()
+            w.hold(lane, gate)
+            w.comm.all_reduce_(t, "avg", stream=lane)
+            comm.fail(CollectiveError("it failed"))
+            with pytest.raises(PeerError, match=r"'world/other' is behind a failed operation.*it failed"):
+                other.all_reduce_(u, "sum", stream=lane)
+            assert w.device.query(w.device.record(lane)), "its outcome is known"
+            gate.set()
+            w.comm.abort()
+            other.all_reduce_(u, "sum", stream=lane).wait()
+            assert u.item() == w.size
+            other.close()
 
 
 def behind_a_failure_elsewhere(ctx: RankContext) -> None:
@@ -333,6 +337,32 @@ def timed_long_after_the_base(ctx: RankContext) -> list[bool]:
         return [len({id(base) for base in bases}) == 3, max(times_us) - min(times_us) < 1e5]
 
 
+def outgrown(ctx: RankContext) -> list[list[bool]]:
+    """Whether memory that kernels of a lane share lives while they run, and after, once there is more."""
+    with world(ctx, "emulated") as w:
+        lane: Any = w.lanes[0]
+        memory: list[weakref.ref[torch.Tensor]] = []
+        gate, torch_side = threading.Event(), vars(w.device)["torch_side"]
+
+        def empty_on(stream: int, size_bytes: int) -> torch.Tensor:
+            assert stream == lane.handle
+            found = torch.empty(size_bytes, dtype=torch.uint8)
+            memory.append(weakref.ref(found))
+            return found
+
+        w.hold(lane, gate)
+        with mock.patch.object(torch_side, "empty_on", empty_on):
+            for rows in (4, 8):
+                values, error = w.tensor([[0.0] * 8] * rows), w.tensor([[0.0] * 8] * rows)
+                wire = w.tensor([[0] * 9] * rows, torch.uint8)
+                w.backend.kernels.sign_encode(values, error, values.numel(), 0, wire, lane)
+        living = [[each() is not None for each in memory]]
+        gate.set()
+        w.device.synchronize(w.device.record(lane))
+        w.device.record(lane)
+        return [*living, [each() is not None for each in memory]]
+
+
 def collected_beside_a_hang(ctx: RankContext) -> bool:
     """Is all memory of a backend given back while something on the device doesn't end?"""
     with world(ctx, "emulated") as w:
@@ -358,6 +388,11 @@ def collected_beside_a_hang(ctx: RankContext) -> bool:
 
 def test_an_old_base_of_times_is_renewed() -> None:
     assert RankPool(1, product.environment(base={})).run(timed_long_after_the_base) == [[True, True]]
+
+
+def test_scratch_memory_lives_until_its_kernels_have_run() -> None:
+    answers = RankPool(1, product.environment(base={})).run(outgrown)
+    assert answers == [[[True, True], [False, True]]]
 
 
 def test_the_garbage_collector_does_not_wait_for_the_device() -> None:

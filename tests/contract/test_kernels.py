@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from bagua_rt.backend import Stream, Views
 from tests import kernel_oracles as oracles
+from tests.contract.test_life import settled
 from tests.contract.world import World, poisoned, same_bits, world
 from tests.ranks import RankContext, RankPool
 
@@ -227,6 +229,56 @@ def minmax(ctx: RankContext, backend: str) -> None:
                         torch.testing.assert_close(ours.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("fn", [copies, copies_again, signs, minmax])
+def memory_stays(ctx: RankContext, backend: str) -> None:
+    """What a kernel reads and writes lives until it has run, and no longer, whoever has dropped it."""
+    with world(ctx, backend) as w:
+        kernels, dev, lane, rows, columns = w.backend.kernels, w.device.torch_device, w.lanes[0], 2, 128
+        views = Views([torch.zeros(columns, device=dev)])
+        minmax_bytes = kernels.minmax_row_bytes(columns, torch.float32)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=dev)
+
+        def wire(row_bytes: int) -> torch.Tensor:
+            return zeros(rows, row_bytes, dtype=torch.uint8)
+
+        def encoded() -> torch.Tensor:
+            found = wire(minmax_bytes)
+            kernels.minmax_encode(zeros(rows, columns), rows * columns, 0, found, lane)
+            w.device.synchronize(w.device.record(lane))
+            return found
+
+        calls: list[tuple[Callable[..., None], Callable[[], list[Any]]]] = [
+            (lambda t, *a: kernels.copy_in([t], views, 0.5, *a), lambda: [zeros(columns)]),
+            (lambda t, *a: kernels.copy_in([t], views, 0.5, *a), lambda: [zeros(columns, dtype=torch.int32)]),
+            (lambda t, *a: kernels.copy_out(views, [t], *a), lambda: [zeros(columns)]),
+            (lambda t, *a: kernels.copy_out([views[0].clone()], [t], *a), lambda: [zeros(columns)]),
+            (
+                lambda v, e, wire, *a: kernels.sign_encode(v, e, v.numel(), 0, wire, *a),
+                lambda: [zeros(rows, columns), zeros(rows, columns), wire(8 + columns // 8)],
+            ),
+            (kernels.sign_decode, lambda: [wire(8 + columns // 8), zeros(rows, columns)]),
+            (kernels.sign_decode_mean, lambda: [wire(8 + columns // 8), zeros(columns)]),
+            (
+                lambda v, wire, *a: kernels.minmax_encode(v, v.numel(), 0, wire, *a),
+                lambda: [zeros(rows, columns), wire(minmax_bytes)],
+            ),
+            (kernels.minmax_decode, lambda: [encoded(), zeros(rows, columns)]),
+            (kernels.minmax_decode_mean, lambda: [encoded(), zeros(columns)]),
+        ]
+        for call, make in calls:
+            gate, tensors = threading.Event(), make()
+            w.hold(lane, gate)
+            call(*tensors, lane)
+            memory = [weakref.ref(t.untyped_storage()) for t in tensors]
+            del tensors
+            assert None not in [each() for each in memory]
+            gate.set()
+            w.device.synchronize(w.device.record(lane))
+            w.device.record(lane)
+            assert settled(lambda memory=memory: sum(each() is not None for each in memory), 0) == 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("fn", [copies, copies_again, signs, minmax, memory_stays])
 def test_kernels(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
     pools(1).run(fn, backend)
