@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-from bagua_rt.trace import Trace
+from tests.traces import write
+from tools import trace_report
 
-SCRIPT = Path(__file__).resolve().parents[1] / "tools" / "trace_report.py"
 QUEUED, BEHIND, PEERS, WIRE = "queued_us", "behind_us", "peers_us", "wire_us"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trace_report", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up their annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-def write(
-    folder: Path, rank: int, way: dict[tuple[int, int], tuple[str, float, float, float]], **file: Any
-) -> None:
-    """A trace of the ways ``{(round, bucket): (lane, ready, launched, done)}``; waits take the last 10 us."""
-    trace = Trace(rank, 2, "model0")
-    trace.start()
-    for (number, bucket), (lane, ready, launched, done) in way.items():
-        which = {"round": number, "bucket": bucket, "bytes": 1000 * (bucket + 1)}
-        trace.add(f"bucket {bucket} in queue", "queue", ready, launched, **which)
-        trace.add(f"bucket {bucket}", lane, launched, done, **which, parameters=[f"p{bucket}", "q"])
-    for number in {number for number, _ in way}:
-        end = max(done for (n, _), (*_, done) in way.items() if n == number)
-        trace.add("exposed communication", "trainer", end - 10, end, round=number)
-    path = trace.write_chrome(folder)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **file}))
-
-
-def report(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
-    monkeypatch.setattr(sys, "argv", [SCRIPT.name, *map(str, arguments)])
-    script.main()
+def report(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["trace_report.py", *map(str, arguments)])
+    trace_report.main()
 
 
 # Two rounds, 1,000 us apart. On rank 0 both buckets share a lane, and the second comes while the first runs.
@@ -66,12 +35,12 @@ RANK_1 = {
 
 
 def test_a_way_is_split_into_its_four_parts(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     traces, figures = tmp_path / "traces", tmp_path / "figures.json"
     write(traces, 0, RANK_0)
     write(traces, 1, {**RANK_1, (2, 0): ("lane0", 2000.0, 2001.0, 2002.0)})  # a round that rank 0 has not
-    report(script, monkeypatch, traces, "--json", figures)
+    report(monkeypatch, traces, "--json", figures)
     found = json.loads(figures.read_text())
     zero, one = found["ranks"]
     # Rank 0: bucket 0 is queued 10, waits 40 for rank 1, is 50 on the wire; bucket 1 is queued 10, 40 behind
@@ -90,13 +59,13 @@ def test_a_way_is_split_into_its_four_parts(
 
 
 def test_clocks_of_several_machines_are_brought_together(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     traces, figures, whole = tmp_path / "traces", tmp_path / "figures.json", tmp_path / "all.json"
     write(traces, 0, RANK_0, host="a", clock_start_us=5000.0)
     later = {key: (lane, *(time - 700 for time in times)) for key, (lane, *times) in RANK_1.items()}
     write(traces, 1, later, host="b", clock_start_us=5700.0)  # type: ignore[arg-type]  # three times each
-    report(script, monkeypatch, traces, "--json", figures, "--merge", whole)
+    report(monkeypatch, traces, "--json", figures, "--merge", whole)
     parts = [rank["parts"][PEERS] for rank in json.loads(figures.read_text())["ranks"]]
     assert parts == [70, 0]
     assert "on 2 machines" in capsys.readouterr().out
@@ -106,11 +75,11 @@ def test_clocks_of_several_machines_are_brought_together(
 
 
 def test_traces_that_do_not_belong_together_are_refused(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refused(folder: Path, *options: str) -> str:
         with pytest.raises(SystemExit) as error:
-            report(script, monkeypatch, folder, *options)
+            report(monkeypatch, folder, *options)
         return str(error.value)
 
     assert "no folder" in refused(tmp_path / "nowhere")

@@ -108,6 +108,7 @@ class Round:
         last: The last bucket of each lane: its event is behind those of all others there.
         launched_us: For each bucket, when it was launched: host clock, microseconds.
         is_timed: Do the events of its buckets have a time?
+        sent: For each bucket, the bytes that this rank puts on the wire for it, where the round is timed.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Round:
         self.done: list[Event | None] = [None] * bucket_count
         self.last = tuple({lane: index for index, lane in enumerate(lanes)}.values())
         self.launched_us = [0.0] * bucket_count
+        self.sent = [0] * bucket_count
         if bucket_count == 0:
             self.launched.set()
 
@@ -229,7 +231,10 @@ class Pipeline:
         if ready is not None and not self._device.query(ready):
             self._device.wait(stream, ready)
         round_.launched_us[index] = time.perf_counter_ns() / 1000
+        before = self._communicators.bytes_sent if round_.is_timed else 0
         state.communicate(self._buckets[index], self._communicators.world, stream)
+        if round_.is_timed:
+            round_.sent[index] = self._communicators.bytes_sent - before
         round_.done[index] = self._device.record(stream, timed=round_.is_timed)
         self._order.mark_done(index)
         if index == len(self._buckets) - 1:

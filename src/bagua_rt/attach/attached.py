@@ -90,8 +90,8 @@ class Attachment:
     def _trace_round(self, round_: Round, began_us: float, ended_us: float) -> None:
         device, lanes = self.context.device, self.context.communicators.lanes
         self.trace.add("exposed communication", "trainer", began_us, ended_us, round=round_.number)
-        for bucket, ready, launched_us, done in zip(
-            self.engine.buckets, round_.ready, round_.launched_us, round_.done, strict=True
+        for bucket, ready, launched_us, sent, done in zip(
+            self.engine.buckets, round_.ready, round_.launched_us, round_.sent, round_.done, strict=True
         ):
             if ready is None or done is None:
                 continue
@@ -101,7 +101,12 @@ class Attachment:
                 device.time_us(done),
                 list(bucket.plan.names),
             )
-            which = {"round": round_.number, "bucket": bucket.index, "bytes": bucket.plan.nbytes}
+            which = {
+                "round": round_.number,
+                "bucket": bucket.index,
+                "bytes": bucket.plan.nbytes,
+                "sent": sent,
+            }
             self.trace.add(f"{name} in queue", "queue", ready_us, launched_us, **which)
             self.trace.add(name, lane, launched_us, done_us, **which, parameters=parameters)
 
@@ -350,7 +355,7 @@ class Attached:
         return Statistics(
             generations=attachment.engine.generations - attachment.engine.accord.generations_loaded,
             buckets=len(attachment.engine.buckets),
-            bytes_sent=sum(comm.bytes_sent for comm in communicators.each()),
+            bytes_sent=communicators.bytes_sent,
             communication_us=pipeline.busy_us,
             exposed_us=pipeline.exposed_us,
             hidden_us=max(0.0, pipeline.busy_us - pipeline.busy_while_exposed_us),

@@ -58,6 +58,11 @@ class Communicators:
                 found.append(communicator)
         return found
 
+    @property
+    def bytes_sent(self) -> int:
+        """Payload that this rank has put on the wire."""
+        return sum(communicator.bytes_sent for communicator in self.each())
+
     def abort(self) -> None:
         """Abort every communicator: operations that wait for a peer end with an error."""
         for communicator in self.each():
