@@ -13,7 +13,7 @@ import torch
 
 from bagua_rt.backend import Communicator
 from bagua_rt.errors import BaguaError
-from tests.micro import group, on
+from tests.micro import caught, group, on
 from tests.ranks import RankContext, RankPool
 
 Call = Callable[[Communicator], Any]
@@ -118,6 +118,52 @@ def test_what_differs_is_named_on_every_rank_and_nothing_launched(pool: RankPool
             assert seconds < 2.0, name
             assert after == world_size * (world_size + 1) / 2
         assert len({answer[name][1] for answer in answers}) == 1, "the same text everywhere"
+
+
+WRONG: Any = 0.5
+# What rank 1 calls, which is refused there, where the others make the call beside it.
+REFUSED: dict[str, tuple[Call, Call]] = {
+    "reduction": (lambda c: c.all_reduce_(floats(4), WRONG), lambda c: c.all_reduce_(floats(4), "sum")),
+    "root": (lambda c: c.broadcast_(floats(4), c.world_size), lambda c: c.broadcast_(floats(4), 0)),
+    "can't be sent": (lambda c: c.all_reduce_(floats(8)[::2]), lambda c: c.all_reduce_(floats(4))),
+    "out": (
+        lambda c: c.all_gather(floats(4 * c.world_size - 1), floats(4)),
+        lambda c: c.all_gather(floats(4 * c.world_size), floats(4)),
+    ),
+    "broadcast_object": (lambda c: c.broadcast_object(1, -1), lambda c: c.broadcast_object(1, 0)),
+    "split": (lambda c: c.split(WRONG), lambda c: c.split(0)),
+    "not a lane": (lambda c: c.all_reduce_(floats(4), stream=WRONG), lambda c: c.all_reduce_(floats(4))),
+    "all_reduce_": (
+        grouped(lambda c: c.broadcast_(floats(4)), lambda c: c.all_reduce_(WRONG)),
+        grouped(lambda c: c.broadcast_(floats(4)), lambda c: c.all_reduce_(floats(4))),
+    ),
+}
+
+
+def refused(ctx: RankContext) -> dict[str, tuple[str, str, float, float]]:
+    found = {}
+    with group(ctx, check=True) as pg:
+        for name, (wrong, right) in REFUSED.items():
+            pg.world.barrier().wait()
+            begin = time.monotonic()
+            kind, text = caught(lambda: (wrong if ctx.rank == 1 else right)(pg.world))  # noqa: B023
+            seconds = time.monotonic() - begin
+            after = torch.full((3,), float(ctx.rank + 1))
+            pg.world.all_reduce_(after, "sum").wait()
+            found[name] = (kind, text, seconds, after[0].item())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_call_that_one_rank_refuses_is_told_to_the_others(pool: RankPool, world_size: int) -> None:
+    answers = on(pool, world_size, refused)
+    for name in REFUSED:
+        for rank, (kind, text, seconds, after) in enumerate(answer[name] for answer in answers):
+            assert kind == "UsageError", name
+            assert name in text
+            assert rank == 1 or "was refused on rank 1" in text, name
+            assert seconds < 2.0, name
+            assert after == world_size * (world_size + 1) / 2
 
 
 def out_of_step(ctx: RankContext, how: str) -> tuple[str, str, float]:

@@ -299,6 +299,10 @@ class CallBoard(Protocol):
         """Compare what this rank is about to launch with the other ranks' calls; number the messages."""
         ...
 
+    def telling_refusals(self) -> AbstractContextManager[None]:
+        """Around a collective: if this rank refuses its arguments, the others hear of it."""
+        ...
+
     def look(self) -> None:
         """Raise what another rank found by comparing."""
         ...

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
-from bagua_rt.backend import Call, Message
+from bagua_rt.backend import Call, CallBoard, Message
 from bagua_rt.backends._collectives import Copies, Pairs
 from bagua_rt.backends._work import LaunchedWork
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+COLLECTIVES = (  # methods of a communicator that all ranks call, or none
+    *(
+        "all_reduce_",
+        "all_reduce",
+        "reduce_",
+        "broadcast_",
+        "broadcast_object",
+        "all_gather",
+        "reduce_scatter",
+    ),
+    *("all_to_all", "all_to_all_v", "gather", "scatter", "barrier", "split"),
+)
 _MESSAGES = ("send", "recv", "send_recv")
+
+
+def telling_refusals(board: CallBoard, collective: Callable[P, T]) -> Callable[P, T]:
+    """`collective`, with the other ranks told if this rank refuses its arguments."""
+
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        with board.telling_refusals():
+            return collective(*args, **options)
+
+    return call
 
 
 def call_of(work: LaunchedWork, rank: int, lane: int) -> Call:

@@ -29,7 +29,7 @@ import torch
 
 from bagua_rt.backend import CallBoard, Connect, Event, Store, Stream, Work
 from bagua_rt.backends import _arguments as arguments
-from bagua_rt.backends._calls import call_of
+from bagua_rt.backends._calls import COLLECTIVES, call_of, telling_refusals
 from bagua_rt.backends._collectives import Collectives
 from bagua_rt.backends._work import BaseWork, LaunchedWork, OpenGroup, fresh
 from bagua_rt.errors import BaguaError, ClosedError, CollectiveError, InternalError, UsageError
@@ -302,6 +302,9 @@ class CheckedCommunicator(Collectives):
     def use_board(self, board: CallBoard) -> None:
         """Tell the other ranks there what this one waits for; compare every call first if the board does."""
         self._board, self.is_comparing = board, board.is_comparing
+        if self.is_comparing:
+            for name in COLLECTIVES:
+                setattr(self, name, telling_refusals(board, getattr(self, name)))
 
     def _compare(self, works: Sequence[LaunchedWork]) -> None:
         for work in works:

@@ -3,10 +3,11 @@
 [Note: calls are compared]
     With ``init(check=True)`` a rank writes what it is about to launch into the store. A collective has the
     same number on every rank: each waits for the others' texts and compares, and nothing is launched unless
-    they agree. A send and the receive that it meets are numbered by their ordered pair of ranks; neither
-    waits for the other, and whoever comes second compares. A difference found then, or a collective that
-    waits for a rank which itself waits for a message that will not come, is posted as news: the next call
-    of every rank raises it, and so does a wait that is under way.
+    they agree. One that a rank refuses by itself, for its arguments, counts as well, and the others hear it.
+    A send and the receive that it meets are numbered by their ordered pair of ranks; neither waits for the
+    other, and whoever comes second compares. A difference found then, or a collective that waits for a rank
+    which itself waits for a message that will not come, is posted as news: the next call of every rank raises
+    it, and so does a wait that is under way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,6 +66,19 @@ class CallBoard:
 
     # ---- comparing
 
+    @contextmanager
+    def telling_refusals(self) -> Iterator[None]:
+        """Around a collective: where its arguments are refused here, the others, who made it, hear so."""
+        before = self._collectives
+        try:
+            yield
+        except UsageError as error:
+            with self._lock:
+                if self._collectives == before:  # else it came as far as the others
+                    self._collectives += 1
+                    self._client.tell(f"refused/{self._rank}/{self._collectives}", str(error))
+            raise
+
     def compare(self, calls: Sequence[Call]) -> None:
         """Compare what this rank is about to launch, a call or those of a group; blocks for collectives.
 
@@ -108,6 +123,7 @@ class CallBoard:
             if look.is_over:
                 look = Pace(_LOOK_S)
                 self.look()
+                self._find_refusal(call, number, missing)
                 self._find_deadlock(call, number, missing)
             if pace.is_over:
                 raise self._late(call, number, missing)
@@ -158,6 +174,16 @@ class CallBoard:
                 f"{self._name!r} differs between them: {differing[0]}; rank {self._rank}: {_spell(own)}; "
                 f"rank {other}: {_spell(met)}"
             )
+
+    def _find_refusal(self, call: Call, number: int, missing: Sequence[int]) -> None:
+        for other in missing:
+            if (text := self._client.glance(f"refused/{other}/{number}")) is not None:
+                raise UsageError(
+                    f"collective #{number} of communicator {self._name!r} was refused on rank {other}",
+                    expected=f"{_spell(call.fields)}, as on rank {self._rank}",
+                    got=text.decode(errors="replace"),
+                    fix="nothing was launched: mend the call on that rank",
+                )
 
     def _find_deadlock(self, call: Call, number: int, missing: Sequence[int]) -> None:
         """Post it if a missing rank waits for a message that this rank, waiting here, won't launch."""
