@@ -1,4 +1,4 @@
-"""join(): forwards that come to nothing, buffers, exceptions, and arguments that differ."""
+"""join(): uneven inputs, forwards that come to nothing, buffers, exceptions, and arguments that differ."""
 
 from __future__ import annotations
 
@@ -10,8 +10,119 @@ import torch
 from torch import nn
 
 import bagua_rt as bagua
-from tests.micro import KINDS, One, backward, caught, feed, grad, group, on, wrap
+from tests.micro import KINDS, One, backward, caught, feed, grad, group, mean, on, wrap
 from tests.ranks import RankContext, RankPool
+
+SIZES = (2, 3)
+
+
+def joined(ctx: RankContext, divide_by_initial: bool) -> dict[str, Any]:
+    """Rank r has r + 1 batches."""
+    with group(ctx):
+        model = One()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        wrapped, grads = wrap("attach", model, optimizer), []
+        with wrapped.run.join(divide_by_initial=divide_by_initial):
+            for _ in range(ctx.rank + 1):
+                optimizer.zero_grad()
+                backward(wrapped, ctx)
+                grads.append(grad(model.a.weight))
+                optimizer.step()
+        momentum = optimizer.state[model.a.weight]["momentum_buffer"].item()
+        optimizer.zero_grad()
+        backward(wrapped, ctx)
+        return {
+            "grads": grads,
+            "weight": model.a.weight.item(),
+            "momentum": momentum,
+            "after": grad(model.a.weight),
+        }
+
+
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+@pytest.mark.parametrize("world_size", SIZES)
+def test_join_goes_on_until_the_last_rank_is_done(
+    pool: RankPool, world_size: int, divide_by_initial: bool
+) -> None:
+    results = on(pool, world_size, joined, divide_by_initial)
+    expected, weight, momentum = [], 1.0, 0.0
+    for step in range(world_size):
+        active = [rank + 1 for rank in range(world_size) if rank >= step]
+        expected.append(sum(active) / (world_size if divide_by_initial else len(active)))
+        momentum = 0.9 * momentum + expected[-1]
+        weight -= 0.1 * momentum
+    for rank, result in enumerate(results):
+        assert result["grads"] == pytest.approx(expected[: rank + 1], rel=1e-6)
+        assert result["weight"] == pytest.approx(weight, rel=1e-6)
+        assert result["momentum"] == pytest.approx(momentum, rel=1e-6)
+        assert result["after"] == pytest.approx(mean(world_size))
+        assert result["weight"] == results[0]["weight"]
+
+
+def thrown(ctx: RankContext) -> list[Any]:
+    with group(ctx):
+        model = One()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, steps = wrap("attach", model, optimizer), 0
+
+        def loop() -> None:
+            nonlocal steps
+            with wrapped.run.join(throw_on_early_termination=True):
+                for _ in range(2 + 2 * ctx.rank):
+                    optimizer.zero_grad()
+                    backward(wrapped, ctx)
+                    optimizer.step()
+                    steps += 1
+
+        error = caught(loop)
+        optimizer.zero_grad()
+        backward(wrapped, ctx)
+        return [*error, steps, grad(model.a.weight)]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_join_can_throw_on_every_rank(pool: RankPool, world_size: int) -> None:
+    for kind, text, steps, after in on(pool, world_size, thrown):
+        assert kind == "PeerError"
+        assert "no more data" in text
+        assert "ranks without data: 0" in text
+        assert steps == 2
+        assert after == mean(world_size)
+
+
+def join_with_buffers_and_accumulation(ctx: RankContext) -> list[float]:
+    with group(ctx):
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = wrap("attach", model, optimizer)
+        torch.manual_seed(ctx.rank)
+        with wrapped.run.join():
+            for _ in range(1 + ctx.rank):
+                with wrapped.run.no_sync():
+                    wrapped.forward(torch.randn(4, 2)).sum().backward()
+                wrapped.forward(torch.randn(4, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [value for t in model.state_dict().values() for value in t.double().flatten().tolist()]
+
+
+def test_join_broadcasts_buffers_and_lets_ranks_accumulate(pool: RankPool) -> None:
+    results = on(pool, 3, join_with_buffers_and_accumulation)
+    assert results[0] == results[1] == results[2]
+
+
+def join_refused(ctx: RankContext) -> tuple[str, str]:
+    with group(ctx):
+        model = One()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = wrap("attach", model, optimizer, algorithm=bagua.Decentralized())
+        return caught(lambda: wrapped.run.join().__enter__())
+
+
+def test_join_refuses_an_algorithm_that_communicates_weights(pool: RankPool) -> None:
+    for kind, text in on(pool, 2, join_refused):
+        assert kind == "UsageError"
+        assert "decentralized can't be joined" in text
 
 
 class Scaled(One):
