@@ -71,8 +71,23 @@ class WhileRemoving(deque[Any]):
         super().remove(value)
 
 
-def launched_anew_meanwhile(ctx: RankContext) -> list[bool]:
-    """Whether a prepared call is among what is under way, launched as the launch before is found landed."""
+class WhileRecording:
+    """A stream of cuda.core's, and what somebody does just before an event is recorded in it."""
+
+    def __init__(self, raw: Any, meanwhile: Callable[[], object]) -> None:
+        self._raw, self._meanwhile = raw, meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+    def record(self, event: Any) -> None:
+        self._meanwhile()
+        self._raw.record(event)
+
+
+def launched_anew_meanwhile(ctx: RankContext) -> tuple[list[bool], bool]:
+    """Whether a prepared call is under way that is launched as the launch before is found landed, and whether
+    it is done where that is asked in the middle of a launch."""
     with world(ctx, "emulated") as w:
         lane: Any = w.lanes[0]
         gate = threading.Event()
@@ -85,7 +100,14 @@ def launched_anew_meanwhile(ctx: RankContext) -> list[bool]:
         is_pending = [each is work for each in lane.pending()]
         gate.set()
         work.wait()
-        return is_pending
+        gate = threading.Event()
+        w.hold(lane, gate)
+        lane.raw = WhileRecording(lane.raw, work.is_done)
+        prepared.launch()
+        is_done = work.is_done()
+        gate.set()
+        work.wait()
+        return is_pending, is_done
 
 
 def failed_meanwhile(ctx: RankContext) -> list[str]:
@@ -440,7 +462,7 @@ def test_an_event_that_is_waited_for_is_not_recorded_anew() -> None:
 
 
 def test_a_prepared_call_that_is_launched_anew_is_under_way() -> None:
-    assert RankPool(2, product.environment(base={})).run(launched_anew_meanwhile) == [[True]] * 2
+    assert RankPool(2, product.environment(base={})).run(launched_anew_meanwhile) == [([True], False)] * 2
 
 
 def test_a_failure_between_a_launch_and_its_event_is_the_works() -> None:
