@@ -34,7 +34,7 @@ class FailureBoard:
         if client is None:
             return
         try:
-            client.write_once(self.KEY, text, timeout_s=_TELL_S)
+            client.write_once(self.KEY, text, timeout_s=client.grace_s(_TELL_S))
         except (PeerError, CollectiveTimeoutError) as error:  # there is nobody left to tell, or no way
             self._seen = self._seen or str(error)
 

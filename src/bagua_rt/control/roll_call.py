@@ -64,7 +64,7 @@ class RollCall:
         if client is None:
             return {}
         try:
-            number = client.add("roll/asked", timeout_s=wait_s)
+            number = client.add("roll/asked", timeout_s=client.grace_s(wait_s))
             answers: dict[int, str | None] = {r: None for r in range(self._world_size) if r != self._rank}
             deadline = time.monotonic() + wait_s
             while None in answers.values() and time.monotonic() < deadline:

@@ -203,6 +203,10 @@ class StoreClient:
         name = self.prefix + key
         return self._ask(lambda: self.store.get(name) if self.store.check([name]) else None, timeout_s)
 
+    def grace_s(self, usual_s: float) -> float:
+        """How long to wait for an answer that may as well be none: less where the last one did not come."""
+        return usual_s / 3 if self.is_silent else usual_s
+
     def glance(self, key: str) -> bytes | None:
         """As `peek`, for those who look again and again: None, too, if the store is silent.
 
