@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bagua_rt as bagua
-from tests.micro import KINDS, One, backward, caught, feed, grad, group, mean, on, wrap
+from tests.micro import KINDS, One, Wrapped, backward, caught, feed, grad, group, mean, on, wrap
 from tests.ranks import RankContext, RankPool
 
 SIZES = (2, 3)
@@ -88,6 +88,55 @@ def test_join_can_throw_on_every_rank(pool: RankPool, world_size: int) -> None:
         assert "ranks without data: 0" in text
         assert steps == 2
         assert after == mean(world_size)
+
+
+def nested(ctx: RankContext, leaves: bool) -> list[Any]:
+    """Two models, rank r with r + 1 batches; then once more, the inner join within the outer one's loop."""
+    with group(ctx, timeout_s=15.0):
+        models = [One(), One()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        outer, inner = [
+            wrap("attach", model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+
+        def step(each: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.zero_grad()
+            backward(each, ctx)
+            optimizer.step()
+
+        def together() -> None:
+            with outer.run.join(), inner.run.join():
+                for batch in range(ctx.rank + 1):
+                    step(outer, optimizers[0])
+                    if leaves and batch == 1:
+                        raise KeyError("left")
+                    step(inner, optimizers[1])
+
+        error = caught(together)
+        if not leaves:
+            with outer.run.join():
+                for _ in range(2):
+                    with inner.run.join():
+                        for _ in range(ctx.rank + 1):
+                            step(inner, optimizers[1])
+        return [error, *(model.a.weight.item() for model in models)]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_nested_joins_of_two_models_end_together(pool: RankPool, world_size: int) -> None:
+    weight = inner = 1.0  # the k-th step has the gradients of ranks k and up, over all ranks
+    for k in range(world_size):
+        weight -= 0.1 * sum(range(k + 1, world_size + 1)) / world_size
+    inner -= 3 * (1.0 - weight)
+    for answer in on(pool, world_size, nested, False):
+        assert answer == [("", ""), pytest.approx(weight), pytest.approx(inner)]
+
+
+def test_nested_joins_are_left_together_by_an_exception(pool: RankPool) -> None:
+    began = time.monotonic()
+    first, second, third = on(pool, 3, nested, True)
+    assert time.monotonic() - began < 12.0, "nobody waits for the deadline"
+    assert [first[0][0], second[0][0], third[0][0]] == ["PeerError", "KeyError", "KeyError"]
 
 
 def join_with_buffers_and_accumulation(ctx: RankContext) -> list[float]:

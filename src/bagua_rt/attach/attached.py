@@ -20,7 +20,7 @@ from bagua_rt.attach.backward import is_running
 from bagua_rt.attach.buffers import Buffers
 from bagua_rt.attach.engine import Engine
 from bagua_rt.attach.hooks import Hooks
-from bagua_rt.attach.join import Join
+from bagua_rt.attach.join import Join, ending_together
 from bagua_rt.attach.names import NamedTensors
 from bagua_rt.attach.resources import Resources
 from bagua_rt.autotune import Tuned
@@ -283,7 +283,8 @@ class Attached:
 
         A rank that leaves early takes part in the others' generations with zeros, until all are done; then
         all take the model and optimizer state of the last. Inside, forwards send nothing, so one may come to
-        nothing; buffers are broadcast after each generation, from the first rank that still has data.
+        nothing; buffers are broadcast after each generation, from the first rank that still has data. Joins
+        of several models may be nested, in one order on all ranks; they end together, with the outermost.
 
         Args:
             divide_by_initial: Means divide by the number of all ranks; else by those that still have data.
@@ -296,23 +297,24 @@ class Attached:
         """
         attachment = self._between_steps("join()")
         engine = attachment.engine
-        engine.give_up_lost_backward()
-        engine.settle()
-        join = Join(
-            attachment,
-            divide_by_initial=divide_by_initial,
-            throw_on_early_termination=throw_on_early_termination,
-        )
-        engine.join = join
-        try:
-            yield
+        with ending_together(attachment) as at_the_end:  # [Note: joins end together]
             engine.give_up_lost_backward()
-            join.finish()
-        except Exception:
-            join.leave()
-            raise
-        finally:
-            engine.join = None
+            engine.settle()
+            engine.join = join = Join(
+                attachment,
+                divide_by_initial=divide_by_initial,
+                throw_on_early_termination=throw_on_early_termination,
+            )
+            try:
+                yield
+                engine.give_up_lost_backward()
+            except Exception:
+                at_the_end(join.leave)
+                raise
+            except BaseException:
+                engine.join = None
+                raise
+            at_the_end(join.finish)
 
     def autotune(
         self, candidates_mb: Sequence[float] = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0), steps: int = 10

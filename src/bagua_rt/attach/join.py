@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bagua_rt.algorithms.base import LaunchOn
@@ -15,6 +19,61 @@ _HAS_DATA, _HAS_NONE, _LEFT = b"1", b"0", b"2"
 
 if TYPE_CHECKING:
     from bagua_rt.attach.attached import Attachment
+
+
+# [Note: joins end together]
+# A rank that is done with two models would wait in the end of one join for ranks that wait for it in the
+# other model's next generation. So the ends of joins that a thread has nested run at once, when the outermost
+# ends.
+_nested = threading.local()
+
+
+@contextmanager
+def ending_together(attachment: Attachment) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Around a join: takes what is to be done at its end, and does it when the outermost of this thread ends.
+
+    Raises:
+        Exception: the first that the ends have met, unless the body has raised.
+    """
+    is_outermost = not hasattr(_nested, "ends")
+    if is_outermost:
+        _nested.ends = {}
+    ends: dict[Attachment, Callable[[], None]] = _nested.ends
+    try:
+        if (former := ends.pop(attachment, None)) is not None:  # joined once more within the same outer one
+            former()
+        yield partial(ends.__setitem__, attachment)
+    except Exception:
+        for error in _end(list(ends.values())) if is_outermost else ():
+            _log.warning("while leaving join(): %s", error)
+        raise
+    finally:
+        if is_outermost:
+            del _nested.ends
+    if is_outermost and (errors := _end(list(ends.values()))):
+        raise errors[0]
+
+
+def _end(ends: Sequence[Callable[[], None]]) -> list[Exception]:
+    """Call all of `ends` at once; each waits for other ranks. Returns what they have raised."""
+    errors: list[Exception] = []
+
+    def attempt(end: Callable[[], None]) -> None:
+        try:
+            end()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=attempt, args=(end,), name="bagua_rt-join", daemon=True) for end in ends[:-1]
+    ]
+    for thread in threads:
+        thread.start()
+    for end in ends[-1:]:
+        attempt(end)
+    for thread in threads:
+        thread.join()
+    return errors
 
 
 class Join:
@@ -91,14 +150,21 @@ class Join:
         Raises:
             PeerError: in the throwing mode, if other ranks still have data.
         """
-        while True:
-            before = self._active
-            self._exchange(_HAS_NONE)
-            if not self._active:
-                break
-            self._attachment.engine.shadow_generation()
-        self._take_model(root=before[-1])
-        self._attachment.engine.accord.steps.forget()
+        engine = self._attachment.engine
+        try:
+            while True:
+                before = self._active
+                self._exchange(_HAS_NONE)
+                if not self._active:
+                    break
+                engine.shadow_generation()
+            self._take_model(root=before[-1])
+        except Exception:
+            self.leave()
+            raise
+        finally:
+            engine.join = None
+        engine.accord.steps.forget()
 
     def leave(self) -> None:
         """This rank leaves by an exception: see its generation through, and let the others leave as well."""
@@ -108,6 +174,8 @@ class Join:
                 self._exchange(_LEFT)
         except BaguaError as error:  # the trainer's own error is the one to raise
             _log.warning("while leaving join(): %s", error)
+        finally:
+            self._attachment.engine.join = None
 
     def _exchange(self, mine: bytes) -> None:
         answers = self._attachment.resources.control.agree("join", mine)
