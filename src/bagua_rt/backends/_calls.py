@@ -15,16 +15,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 COLLECTIVES = (  # methods of a communicator that all ranks call, or none
-    *(
-        "all_reduce_",
-        "all_reduce",
-        "reduce_",
-        "broadcast_",
-        "broadcast_object",
-        "all_gather",
-        "reduce_scatter",
-    ),
-    *("all_to_all", "all_to_all_v", "gather", "scatter", "barrier", "split"),
+    "all_reduce_",
+    "all_reduce",
+    "reduce_",
+    "broadcast_",
+    "broadcast_object",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_v",
+    "gather",
+    "scatter",
+    "barrier",
+    "split",
 )
 _MESSAGES = ("send", "recv", "send_recv")
 
