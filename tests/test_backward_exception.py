@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -304,10 +305,15 @@ def gone_ahead(ctx: RankContext) -> dict[str, Any]:
         if ctx.rank == ctx.world_size - 1:
             wrapped.run.close()
             error = caught(lambda: bagua.attach(model))
+            ctx.store("told").set("told", "1")
         else:
             error = caught(lambda: backward(wrapped, ctx))
         found = {"error": error, "seconds": time.monotonic() - began}
         wrapped.run.close()
+        if ctx.rank < ctx.world_size - 1:  # the last rank was there, and has left
+            ctx.store("told").wait(["told"], timedelta(seconds=20))
+            found["then"] = caught(lambda: bagua.attach(model))
+        found["seconds"] = time.monotonic() - began
         return found
 
 
@@ -318,3 +324,35 @@ def test_a_rank_that_waits_in_attach_hears_of_the_others_failure(pool: RankPool,
         assert found["error"][0] == "PeerError"
         assert found["seconds"] < 10.0
     assert "the control lane job/attach#2: another rank has failed meanwhile" in results[-1]["error"][1]
+    for found in results[:-1]:
+        kind, text = found["then"]
+        assert kind == "PeerError"
+        assert "the control lane job/attach#2: another rank came, and did not stay" in text
+
+
+def left_and_attached_again(ctx: RankContext) -> list[Any]:
+    """An exception leaves the attachment on one rank, which goes on at once; the others do as they hear."""
+    with group(ctx, timeout_s=60.0):
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train() -> None:
+            with bagua.attach(model, optimizer):
+                for step in range(4):
+                    if step == 2 and ctx.rank == 1:
+                        raise MemoryError
+                    optimizer.zero_grad()
+                    model(feed(ctx)).sum().backward()
+                    optimizer.step()
+
+        began = time.monotonic()
+        found = [caught(train)[0] for _ in range(3)]
+        return [found, time.monotonic() - began, model.a.weight.item()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_left_by_an_exception_may_attach_again_at_once(pool: RankPool, world_size: int) -> None:
+    for rank, (found, seconds, weight) in enumerate(on(pool, world_size, left_and_attached_again)):
+        assert found == ["MemoryError" if rank == 1 else "PeerError"] * 3
+        assert seconds < 30.0
+        assert weight == pytest.approx(1 - 6 * 0.1 * mean(world_size))

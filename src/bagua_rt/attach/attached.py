@@ -142,6 +142,8 @@ class Attachment:
         if self.is_closed:
             return
         self.is_closed = True
+        if not orderly:  # what the others meet there from now on is this rank's doing, and no news to it
+            self.resources.control.failures.is_known = True
         self.hooks.remove()
         try:
             self.engine.close(orderly=orderly)

@@ -328,6 +328,8 @@ def meet(
     while True:
         while missing and client.glance(f"here/{missing[0]}") is not None:
             missing.pop(0)
+        if (left := client.glance("left")) is not None:
+            raise PeerError(f"{what}: another rank came, and did not stay", got=left.decode(errors="replace"))
         if not missing:
             return
         if (refusal := client.glance("refused")) is not None:
@@ -335,6 +337,7 @@ def meet(
         if look.is_over:
             look = Pace(_NEWS_S)
             if (failure := news()) is not None:
+                client.tell("left", f"rank {rank} had heard this: {failure}")  # or who comes now waits for it
                 raise PeerError(f"{what}: another rank has failed meanwhile", got=failure)
         if pace.is_over:
             missing = [other for other in missing if client.glance(f"here/{other}") is None]
