@@ -138,7 +138,7 @@ def test_rendezvous_timeout_comes_from_the_environment() -> None:
     assert RuntimeConfig.from_environment({}).rendezvous_timeout_s == 8.0
     environ = {"BAGUA_RT_RENDEZVOUS_TIMEOUT_S": "1.5"}
     assert RuntimeConfig.from_environment(environ).rendezvous_timeout_s == 1.5
-    for text in ("soon", "0", "-3"):
+    for text in ("soon", "0", "-3", "nan", "inf"):
         with pytest.raises(UsageError, match="BAGUA_RT_RENDEZVOUS_TIMEOUT_S is not usable"):
             RuntimeConfig.from_environment({"BAGUA_RT_RENDEZVOUS_TIMEOUT_S": text})
 

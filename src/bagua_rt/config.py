@@ -24,7 +24,7 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if value <= 0:
+    if not 0 < value < 1e9:  # neither nan nor inf
         raise UsageError(
             f"the environment variable {name} is not usable",
             expected="a number of seconds above 0",
