@@ -18,6 +18,7 @@ import torch
 
 from bagua_rt.backend import Work
 from bagua_rt.backends._nccl import NcclStatusError
+from bagua_rt.backends.cuda_copies import _Pinned
 from bagua_rt.backends.cuda_stream import CudaStream
 from bagua_rt.errors import ClosedError, CollectiveError, PeerError, UsageError
 from tests.contract.world import open_for, world
@@ -415,6 +416,21 @@ def test_an_old_base_of_times_is_renewed() -> None:
 def test_scratch_memory_lives_until_its_kernels_have_run() -> None:
     answers = RankPool(1, product.environment(base={})).run(outgrown)
     assert answers == [[[True, True], [False, True]]]
+
+
+def pinned_again(ctx: RankContext) -> list[Any]:
+    """The size of pinned memory that is asked for when a smaller piece was given back, and who gets that."""
+    from cuda import core
+
+    with world(ctx, "emulated") as w:
+        device: Any = w.device
+        address = _Pinned(core, device, 4096).address
+        larger, again = _Pinned(core, device, 8192), _Pinned(core, device, 4096)
+        return [larger._buffer.size, again.address == address]
+
+
+def test_pinned_memory_is_used_again_by_its_size() -> None:
+    assert RankPool(1, product.environment(base={})).run(pinned_again) == [[8192, True]]
 
 
 def test_the_garbage_collector_does_not_wait_for_the_device() -> None:
