@@ -143,24 +143,35 @@ def reference(u: np.ndarray, valid: int) -> tuple[np.ndarray, np.ndarray, np.flo
 SHAPES = ((3, 64, 192, 0), (2, 128, 150, 0), (2, 8, 13, 8), (1, 8, 3, 8))  # rows, columns, numel, first
 
 
+def shifted(t: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same values, `offset` elements past an address that fits the widest accesses."""
+    memory = torch.empty(t.numel() + offset, dtype=t.dtype, device=t.device)
+    return memory[offset:].view(t.shape).copy_(t)
+
+
 def signs(ctx: RankContext, backend: str) -> None:
     with world(ctx, backend) as w:
         torch.manual_seed(5)
-        for stream in (w.device.compute_stream(), w.lanes[0]):
+        for offset, stream in enumerate((w.device.compute_stream(), w.lanes[0])):
             for dtype in FLOATS:
                 for shape in SHAPES:
                     kept = torch.promote_types(dtype, torch.float32)
                     for error_dtype in {dtype, torch.float32} if w.device.host_is_compute else {kept}:
-                        wire = encode_case(w, shape, dtype, error_dtype, stream)
-                        decode_case(w, wire, shape[1], dtype, stream)
+                        wire = encode_case(w, shape, dtype, error_dtype, stream, offset)
+                        decode_case(w, wire, shape[1], dtype, stream, offset)
 
 
 def encode_case(
-    w: World, shape: tuple[int, int, int, int], dtype: torch.dtype, error_dtype: torch.dtype, stream: Stream
+    w: World,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    error_dtype: torch.dtype,
+    stream: Stream,
+    offset: int,
 ) -> torch.Tensor:
     (rows, columns, numel, first), dev = shape, w.device.torch_device
-    values = torch.randn(rows, columns, device=dev).to(dtype)
-    error = torch.randn(rows, columns, device=dev).to(error_dtype)
+    values = shifted(torch.randn(rows, columns, device=dev).to(dtype), offset)
+    error = shifted(torch.randn(rows, columns, device=dev).to(error_dtype), offset)
     values.view(-1)[max(numel - first, 0) :] = 0
     error.view(-1)[max(numel - first, 0) :] = 0
     values[0, 0] = error[0, 0] = 0  # zero counts as positive
@@ -183,13 +194,16 @@ def encode_case(
     return wire
 
 
-def decode_case(w: World, wire: torch.Tensor, columns: int, dtype: torch.dtype, stream: Stream) -> None:
+def decode_case(
+    w: World, wire: torch.Tensor, columns: int, dtype: torch.dtype, stream: Stream, offset: int
+) -> None:
     raw = wire.cpu().numpy()
     scales = raw[:, :4].copy().view(np.float32).astype(np.float64)
     values = scales * (2.0 * np.unpackbits(raw[:, 8:], axis=1, bitorder="little") - 1)
     like = torch.zeros(1, dtype=dtype, device=wire.device)
     rows = len(values)
-    out, mean = poisoned(like, rows * columns).view(rows, columns), poisoned(like, columns)
+    out = shifted(poisoned(like, rows * columns), offset).view(rows, columns)
+    mean = shifted(poisoned(like, columns), offset)
     w.backend.kernels.sign_decode(wire, out, stream)
     w.backend.kernels.sign_decode_mean(wire, mean, stream)
     w.device.synchronize(w.device.record(stream))
@@ -207,16 +221,17 @@ def minmax(ctx: RankContext, backend: str) -> None:
     """The bytes, the values and the mean are the oracle's, on every backend."""
     with world(ctx, backend) as w:
         kernels, dev = w.backend.kernels, w.device.torch_device
-        for stream in (w.device.compute_stream(), w.lanes[0]):
+        for offset, stream in enumerate((w.device.compute_stream(), w.lanes[0])):
             for dtype in FLOATS:
                 for rows, columns, numel, first in MINMAX_SHAPES:
                     values = torch.randn(rows, columns).to(dtype)
                     values[0, -1] = float("nan")  # of the last chunk of a row
                     valid = oracles.wide(values)
-                    here = values.to(dev)
+                    here = shifted(values.to(dev), offset)
                     row_bytes = kernels.minmax_row_bytes(columns, dtype)
                     wire = torch.full((rows, row_bytes), 255, dtype=torch.uint8, device=dev)
-                    out, mean = torch.full_like(here, 9), torch.full_like(here[0], 9)
+                    out = shifted(torch.full_like(here, 9), offset)
+                    mean = shifted(torch.full_like(here[0], 9), offset)
                     kernels.minmax_encode(here, numel, first, wire, stream)
                     kernels.minmax_decode(wire, out, stream)
                     kernels.minmax_decode_mean(wire, mean, stream)
