@@ -163,7 +163,12 @@ def closed_early(ctx: RankContext) -> list[Any]:
         prepared.launch().wait()
         w.comm.barrier().wait()
         w.device.close_stream(w.lanes[0])
-        for call in (prepared.launch, lambda: w.comm.all_reduce_(t, "sum", stream=w.lanes[0])):
+        calls: list[Callable[[], object]] = [
+            prepared.launch,
+            lambda: w.comm.all_reduce_(t, "sum", stream=w.lanes[0]),
+            lambda: w.backend.kernels.copy_in([t], [t], 0.5, w.lanes[0]),
+        ]
+        for call in calls:
             with pytest.raises(ClosedError, match="'lane0' was closed"):
                 call()
         return [lives, given() is not None]

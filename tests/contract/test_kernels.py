@@ -28,6 +28,11 @@ def copies(ctx: RankContext, backend: str) -> None:
             for dtype in FLOATS:
                 for scale in (1.0, 0.5, 1 / 3):
                     copy_case(w, stream, dtype, scale)
+            hundreds = [torch.full((3,), float(k), device=w.device.torch_device) for k in range(300)]
+            flat = torch.zeros(900, device=w.device.torch_device)
+            w.backend.kernels.copy_in(hundreds, flat.split(3), 0.5, stream)
+            w.device.synchronize(w.device.record(stream))
+            assert torch.equal(flat, torch.cat(hundreds) * 0.5)
 
 
 def copy_case(w: World, stream, dtype: torch.dtype, scale: float) -> None:  # type: ignore[no-untyped-def]
