@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from tools.soak import driver
 from tools.soak.driver import Soak, WrongError
-from tools.soak.plan import BY_WEIGHT, Plan, draw
+from tools.soak.plan import BY_WEIGHT, Fault, Plan, draw
 from tools.soak.reference import Reference
+from tools.soak.trainee import Answer
 
 KINDS: dict[str, Callable[[Plan], bool]] = {
     "a kill": lambda plan: [fault.kind for fault in plan.faults] == ["kill"] and plan.world_size == 3,
@@ -61,11 +67,20 @@ def test_a_wrong_value_is_found() -> None:
 
 def test_an_error_that_no_fault_explains_is_found(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal that is to pause a rank kills it."""
-    import signal
-
     monkeypatch.setattr(signal, "SIGSTOP", signal.SIGKILL)
     seed = first_seed(
         lambda plan: KINDS["a pause"](plan) and plan.faults[0].after_s < 0.02 and plan.steps > 8
     )
     with pytest.raises(WrongError, match=r"ended by itself|no fault explains"):
         soak.episode(seed)
+
+
+def test_a_rank_that_is_stopped_after_its_answer_goes_on(tmp_path: Path) -> None:
+    """Or it would still be stopped in the next episode, and count as hanging there."""
+    crew: list[Any] = [mock.Mock(), mock.Mock()]
+    said = iter([[(0, "trains"), (1, "trains")], [(0, Answer("done")), (1, Answer("done"))]])
+    fault = Fault("pause", victim=1, after_s=0.0, for_s=50.0)
+    life = driver._Life(Soak(tmp_path, is_loud=False), draw(0), 0, crew, fault)
+    with mock.patch.object(driver, "heard", lambda *_: next(said)):
+        life.run()
+    assert crew[1].signal.mock_calls == [mock.call(signal.SIGSTOP), mock.call(signal.SIGCONT)]

@@ -149,6 +149,8 @@ class _Life:
                 self._hear(rank, said, waiting)
             if self._is_stopped() and set(waiting) == {fault.victim if fault else -1}:
                 break  # all others have given it up
+        if fault is not None and fault.kind == "pause":
+            self._crew[fault.victim].signal(signal.SIGCONT)  # it may have answered before it was stopped
         self._check_times()
         return self._answers
 
