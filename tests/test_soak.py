@@ -81,6 +81,6 @@ def test_a_rank_that_is_stopped_after_its_answer_goes_on(tmp_path: Path) -> None
     said = iter([[(0, "trains"), (1, "trains")], [(0, Answer("done")), (1, Answer("done"))]])
     fault = Fault("pause", victim=1, after_s=0.0, for_s=50.0)
     life = driver._Life(Soak(tmp_path, is_loud=False), draw(0), 0, crew, fault)
-    with mock.patch.object(driver, "heard", lambda *_: next(said)):
+    with mock.patch.object(driver, "heard", side_effect=said):
         life.run()
     assert crew[1].signal.mock_calls == [mock.call(signal.SIGSTOP), mock.call(signal.SIGCONT)]
