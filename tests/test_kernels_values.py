@@ -33,6 +33,12 @@ seeds = st.integers(0, 2**32 - 1)
 offsets = st.integers(0, 9)
 blocks = st.integers(1, 5)
 kinds = st.sampled_from(KINDS)
+# Which of five arrays lie at another place than the rest: none, one, or any.
+some = st.one_of(
+    st.just([False] * 5),
+    st.integers(0, 4).map(lambda one: [i == one for i in range(5)]),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -176,12 +182,12 @@ def test_mean_rows(
 
 @by_dtype
 @drawn
-@given(n=sizes, kind=kinds, seed=seeds, offset=offsets, one_residue=st.booleans(), blocks=blocks)
+@given(n=sizes, kind=kinds, seed=seeds, offset=offsets, apart=some, blocks=blocks)
 def test_ring_and_add_difference(
-    dtype: torch.dtype, n: int, kind: str, seed: int, offset: int, one_residue: bool, blocks: int
+    dtype: torch.dtype, n: int, kind: str, seed: int, offset: int, apart: list[bool], blocks: int
 ) -> None:
     memory = Buffers()
-    at = [offset] * 5 if one_residue else [(offset + i * 3) % 9 for i in range(5)]
+    at = [offset + 3 * is_apart for is_apart in apart]
     x, left, right, weights = (memory.put(numbers(kind, (n,), dtype, seed + i), at[i]) for i in range(4))
     out = memory.empty((n,), dtype, at[4])
     launch(Variant.of("ring_difference", name(dtype)), x, left, right, weights, out, n, blocks=blocks)
