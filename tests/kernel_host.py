@@ -25,7 +25,7 @@ from bagua_rt.backends._nvrtc import Variant
 SHIM = Path(__file__).with_name("kernel_host.h")
 COMPILER = shutil.which("g++")
 # No contraction: the kernels say where an operation rounds. The shim calls kernels through a plain C type.
-# Compiled and linked apart: the shim itself counts what the sanitizer finds, whose library is not needed then.
+# Compiled and linked apart: the shim counts what the sanitizer finds, so that its library is not needed.
 FLAGS = "-std=c++17 -O1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fsanitize=alignment"
 GUARD = 64  # poisoned bytes on both sides of every buffer
 POISON = 0xA5
@@ -72,7 +72,9 @@ def launch(
     integers = (ctypes.c_longlong * 10)(*values)
     kernel = ctypes.cast(getattr(library, variant.entry(operation)), ctypes.c_void_p)
     library.launch(kernel, ctypes.c_uint(blocks), integers, ctypes.c_double(real))
-    assert not ctypes.c_longlong.in_dll(library, "misaligned").value, f"{variant}: a wide access is not aligned"
+    assert not ctypes.c_longlong.in_dll(library, "misaligned").value, (
+        f"{variant}: a wide access is not aligned"
+    )
 
 
 class Buffers:
