@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from bagua_rt.control import FailureBoard, RollCall
 from bagua_rt.errors import CollectiveTimeoutError
-from bagua_rt.rendezvous import StoreClient, meet
+from bagua_rt.rendezvous import Pace, StoreClient, meet
 from tests.nursery import Child, nursery
 from tests.ranks import rank_environment, run_scripts
 
@@ -66,8 +66,12 @@ def test_a_client_gives_up_in_time_and_goes_on_later(served: tuple[StoreClient, 
     client.set("c", "3", timeout_s=20.0)
     assert client.peek("a", timeout_s=20.0) == b"1"
     assert not client.is_silent
-    client.close()
     board.close()
+    pace = Pace(20.0)
+    while client.peek(FailureBoard.KEY) is None and not pace.is_over:
+        pace.pause()
+    assert client.peek(FailureBoard.KEY) == b"I failed", "late, but not lost"
+    client.close()
 
 
 TRAINER = """

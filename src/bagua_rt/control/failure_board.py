@@ -7,7 +7,7 @@ import contextlib
 from bagua_rt.errors import CollectiveTimeoutError, PeerError
 from bagua_rt.rendezvous import StoreClient
 
-_TELL_S = 0.5  # how long a store that does not answer may hold up a rank that fails
+_TELL_S = 2.0  # how long a store may hold up a rank that fails; less where it is known not to answer
 
 
 class FailureBoard:

@@ -65,22 +65,34 @@ class Asker:
         self._lock = threading.Lock()
         _askers.add(self)
 
-    def ask(self, question: Callable[[], _T], timeout_s: float) -> _T:
+    def ask(self, question: Callable[[], _T], timeout_s: float, *, late_too: bool = False) -> _T:
         """The answer to `question`. Any thread may ask; they take turns.
+
+        Args:
+            question: What to ask.
+            timeout_s: How long to wait for the answer.
+            late_too: Ask it behind the one that is open, though nobody waits any more.
 
         Raises:
             NoAnswerError: there was none in time, or not even one to an earlier question.
             Exception: what the question met.
         """
         deadline = time.monotonic() + timeout_s
+        asked = _Question(question)
         if _ending.is_set():
             raise NoAnswerError
         if not self._lock.acquire(timeout=timeout_s):
+            if late_too:
+                self._questions.put(asked)
             raise NoAnswerError
         try:
             if self._open is not None:
-                self._await(self._open, deadline)
-            asked = _Question(question)
+                try:
+                    self._await(self._open, deadline)
+                except NoAnswerError:
+                    if late_too:
+                        self._put(asked)
+                    raise
             self._put(asked)
             self._await(asked, deadline)
         finally:

@@ -32,6 +32,7 @@ _T = TypeVar("_T")
 _CLONE_S = 30.0  # generous: on a live server it takes 1 ms
 _NEWS_S = 0.2  # how often a rank that meets others looks for news of them
 _LOOK_S = 0.5  # for an answer that may as well be none; as generous
+_GRACE_S = 0.15
 
 
 def lone_store() -> Store:
@@ -205,7 +206,7 @@ class StoreClient:
 
     def grace_s(self, usual_s: float) -> float:
         """How long to wait for an answer that may as well be none: less where the last one did not come."""
-        return usual_s / 3 if self.is_silent else usual_s
+        return min(usual_s, _GRACE_S) if self.is_silent else usual_s
 
     def glance(self, key: str) -> bytes | None:
         """As `peek`, for those who look again and again: None, too, if the store is silent.
@@ -250,12 +251,17 @@ class StoreClient:
 
         Raises:
             PeerError: the store is gone.
-            CollectiveTimeoutError: it is silent.
+            CollectiveTimeoutError: it is silent; it gets this later, if this process lives on.
         """
-        if self.add(f"{key}-claims", timeout_s=timeout_s) != 1:
-            return False
-        self.set(key, value, timeout_s=timeout_s)
-        return True
+
+        def claim_and_write() -> bool:
+            if self.store.add(f"{self.prefix}{key}-claims", 1) != 1:
+                return False
+            self.store.set(self.prefix + key, value)
+            return True
+
+        # One question: between two, this client might give up, and a key that is claimed is never written.
+        return self._ask(claim_and_write, timeout_s, late_too=True)
 
     def keys_under(self, *prefixes: str) -> list[str]:
         """The keys that begin with one of `prefixes`; none where the store can't list its keys.
@@ -288,11 +294,14 @@ class StoreClient:
         if self._sentinel is not None:
             self._sentinel.close()
 
-    def _ask(self, question: Callable[[], _T], timeout_s: float | None = None) -> _T:
+    def _ask(
+        self, question: Callable[[], _T], timeout_s: float | None = None, *, late_too: bool = False
+    ) -> _T:
         if not self.is_alive():
             raise self.gone()
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return self._asker.ask(question, self._timeout_s if timeout_s is None else timeout_s)
+            return self._asker.ask(question, limit_s, late_too=late_too)
         except NoAnswerError as error:
             raise self._silent() from error
         except RuntimeError as error:  # torch's DistError tree; the server went between look and question
