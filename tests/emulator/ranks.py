@@ -55,7 +55,7 @@ def run_ranks(
                 extra = per_rank_env[rank] if per_rank_env else {}
                 with file.with_suffix(".err").open("wb") as stderr:
                     processes.append(_start(file, {**env, **extra}, stderr))
-            _wait(processes, timeout_s)
+            late = _wait(processes, timeout_s)
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -63,6 +63,8 @@ def run_ranks(
                 process.wait()
         outcomes = [_outcome(*pair) for pair in zip(processes, files, strict=True)]
     if check:
+        stands = "\n".join(f"--- rank {rank}\n{outcomes[rank].stderr}" for rank in late)
+        assert not late, f"ranks {late} had not ended after {timeout_s:g} s\n{stands}"
         for rank, outcome in enumerate(outcomes):
             assert outcome.exit_status == 0, f"rank {rank}: {outcome.exit_status}\n{outcome.stderr}"
     return outcomes
@@ -102,17 +104,25 @@ def _start(file: Path, env: Mapping[str, str], stderr: Any) -> subprocess.Popen[
     python_path = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import child; child({str(file)!r})"],
-        env={**env, "PYTHONPATH": python_path},
+        env={**env, "PYTHONPATH": python_path, "PYTHONFAULTHANDLER": "1"},
         stdin=subprocess.DEVNULL,
         stderr=stderr,
     )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
+    """Which ranks have not ended in time; their stderr says where they stood."""
+    until, late = time.monotonic() + timeout_s, []
+    for rank, process in enumerate(processes):
+        try:
             process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # for faulthandler
+            late.append(rank)
+    for rank in late:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            processes[rank].wait(5.0)
+    return late
 
 
 def _outcome(process: subprocess.Popen[bytes], file: Path) -> Outcome:

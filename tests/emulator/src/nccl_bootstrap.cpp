@@ -119,7 +119,9 @@ ncclResult_t accept_one(ncclComm* comm, int listener, Time::time_point deadline)
 ncclResult_t check_devices(ncclComm* comm) {
     std::vector<int> all(comm->ranks), members;
     for (int rank = 0; rank < comm->ranks; rank++) members.push_back(rank);
-    ncclResult_t result = exchange(comm, members, &comm->physical, all.data(), sizeof(int));
+    unsigned turn = comm->exchanges++;
+    ncclResult_t result =
+        exchange(comm, turn, members, &comm->physical, all.data(), sizeof(int));
     if (result) return result;
     const char* enabled = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     if (version() >= 23000 && enabled && strcmp(enabled, "1") == 0) return ncclSuccess;
@@ -175,9 +177,8 @@ ncclResult_t connect_ranks(ncclComm* comm, const ncclUniqueId& id) {
     return check_devices(comm);  // also a barrier: every rank is connected to every other
 }
 
-ncclResult_t exchange(ncclComm* comm, const std::vector<int>& members, const void* mine, void* all,
-                      size_t bytes) {
-    Lock lock(comm->control_mutex);
+static ncclResult_t exchange_now(ncclComm* comm, const std::vector<int>& members, const void* mine,
+                                 void* all, size_t bytes) {
     auto deadline = init_deadline();
     auto* slots = static_cast<char*>(all);
     memcpy(slots + comm->rank * bytes, mine, bytes);
@@ -189,6 +190,16 @@ ncclResult_t exchange(ncclComm* comm, const std::vector<int>& members, const voi
                 return r;
         }
     return ncclSuccess;
+}
+
+ncclResult_t exchange(ncclComm* comm, unsigned turn, const std::vector<int>& members,
+                      const void* mine, void* all, size_t bytes) {
+    Lock lock(comm->control_mutex);
+    comm->control_changed.wait(lock, [&] { return comm->exchanged == turn; });
+    auto result = exchange_now(comm, members, mine, all, bytes);
+    comm->exchanged++;
+    comm->control_changed.notify_all();
+    return result;
 }
 
 }  // namespace nccl

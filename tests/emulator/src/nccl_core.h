@@ -86,7 +86,10 @@ struct ncclComm {
     std::map<void*, size_t> registered;
     std::map<void*, void*> windows;
 
-    std::mutex control_mutex;
+    std::mutex control_mutex;  // of what follows, and of the control sockets
+    std::condition_variable control_changed;
+    unsigned exchanged = 0;
+    std::atomic<unsigned> exchanges{0};  // begun; `exchanged` of them are over
     std::thread helper;  // initialisation or another call of a non-blocking communicator
 };
 
@@ -97,8 +100,9 @@ ncclResult_t new_unique_id(ncclUniqueId* id);
 bool valid_unique_id(const ncclUniqueId& id);
 ncclResult_t connect_ranks(ncclComm* comm, const ncclUniqueId& id);
 // Sends `mine` to each of `members` (ranks of comm) and receives theirs, on the control sockets.
-ncclResult_t exchange(ncclComm* comm, const std::vector<int>& members, const void* mine, void* all,
-                      size_t bytes);
+// `turn` is exchanges++ of the thread that the call came from: helper threads begin in any order.
+ncclResult_t exchange(ncclComm* comm, unsigned turn, const std::vector<int>& members,
+                      const void* mine, void* all, size_t bytes);
 
 // nccl_progress.cpp
 ncclResult_t enqueue_group(ncclComm* comm, cudaStream_t stream, std::vector<Call> calls);

@@ -266,12 +266,12 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ou
     *out = nullptr;
     // The ranks of the child are known only after the exchange, which runs on the helper thread.
     auto* comm = nccl::new_comm(parent->ranks, parent->rank, settings);
-    auto connect = [=]() -> ncclResult_t {
+    auto connect = [=, turn = parent->exchanges++]() -> ncclResult_t {
         std::vector<Vote> votes(parent->ranks);
         Vote mine{color, key, {}};
         nccl::new_unique_id(&mine.id);
         auto everyone = nccl::ranks_without(parent->ranks, nullptr, 0);
-        auto result = nccl::exchange(parent, everyone, &mine, votes.data(), sizeof mine);
+        auto result = nccl::exchange(parent, turn, everyone, &mine, votes.data(), sizeof mine);
         if (result || color == NCCL_SPLIT_NOCOLOR) return result;
         std::vector<std::pair<int, int>> members;  // key, rank of the parent
         for (int rank = 0; rank < parent->ranks; rank++)
@@ -308,11 +308,12 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int* excluded, int excluded_count
         if (auto result = check_ready(parent, "CommShrink")) return group_failed(result);
     auto* comm = nccl::new_comm(static_cast<int>(members.size()),
                                 static_cast<int>(place - members.begin()), settings);
-    return nccl::start(comm, out, [=]() -> ncclResult_t {
+    return nccl::start(comm, out, [=, turn = parent->exchanges++]() -> ncclResult_t {
         std::vector<Vote> votes(parent->ranks);
         Vote mine{static_cast<int>(members.size()), 0, {}};
         nccl::new_unique_id(&mine.id);
-        if (auto r = nccl::exchange(parent, members, &mine, votes.data(), sizeof mine)) return r;
+        if (auto r = nccl::exchange(parent, turn, members, &mine, votes.data(), sizeof mine))
+            return r;
         return nccl::connect_ranks(comm, votes[members[0]].id);
     });
 }
