@@ -114,18 +114,22 @@ class Monitor:
         self.bar = Progress(*columns, console=console, disable=pg.rank != 0 or not console.is_terminal)
         self.task = self.bar.add_task("first steps", total=steps)
         self.since, self.before = time.perf_counter(), run.statistics()
+        self.losses: list[Tensor] = []
 
     def after(self, step: int, loss: Tensor) -> None:
         """Report a step: every one to the bar, and twenty in all in words."""
         self.bar.advance(self.task)
+        self.losses.append(loss)
         if step % math.ceil(self.steps / 20) and step != self.steps:
             return
-        self.pg.world.all_reduce_(loss, "avg").wait()
+        mean = torch.stack(self.losses).mean()
+        self.losses.clear()
+        self.pg.world.all_reduce_(mean, "avg").wait()
         now, at = self.run.statistics(), time.perf_counter()
         latest = now - self.before
         sent = latest.bytes_sent / (at - self.since) / 1e6
         hidden = f"{latest.hidden_share:4.0%}" if latest.communication_us else "   –"
-        bits = float(loss) / math.log(2)
+        bits = float(mean) / math.log(2)
         line = f"step {step:4d}/{self.steps}  loss {bits:.3f} bits  wire {sent:6.1f} MB/s  hidden {hidden}"
         self.bar.update(self.task, description=line)
         if not self.console.is_terminal:

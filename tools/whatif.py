@@ -3,6 +3,7 @@
 
     python tools/whatif.py traces                        at 1, 10, 25, 100 Gbit/s, and with all ranks in step
     python tools/whatif.py plain bytegrad --gbps 0.5 1   two trainings beside each other: which is faster?
+                                                         (each ran with BAGUA_RT_TRACE_DIR=plain, =bytegrad)
     python tools/whatif.py traces --latency-us 30 --json figures.json
 
 A round is replayed from when the trainer last ceased to wait. Each rank computes for as long as it did, its

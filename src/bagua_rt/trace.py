@@ -33,8 +33,9 @@ class Statistics:
         generations: Synchronised backwards; not those that a checkpoint brought along.
         buckets: Buckets in the present plan.
         bytes_sent: Payload bytes that this rank has put on the wire for this attachment.
-        communication_us: Time that lanes were busy.
-        exposed_us: Time that the training thread was blocked by communication.
+        communication_us: Time that lanes were busy, summed over them.
+        exposed_us: Time that the training thread was blocked by communication: also while it waited for a
+            launch, or another rank, and no lane was busy.
         hidden_us: Time that lanes were busy while it was not blocked.
     """
 
