@@ -179,3 +179,38 @@ def test_a_rank_that_is_late_but_in_time_is_waited_for(tmp_path: Path) -> None:
     assert [result.exit_code for result in results] == [0, 0], [result.stderr for result in results]
     first, second = (reports(result)[0]["weights"] for result in results)
     assert first == second
+
+
+AGREEING = """
+import json, os, sys, time
+import torch.distributed as dist
+import bagua_rt as bagua
+from torch import nn
+
+rank, folder = int(os.environ["RANK"]), sys.argv[1]
+store = dist.FileStore(folder + "/store", 4)
+bagua.init("cpu", store=store, rank=rank, world_size=4, timeout_s=40.0)
+run = bagua.attach(nn.Linear(2, 2))
+state = run.state_dict()
+if rank == 3:
+    os._exit(0)
+began = time.monotonic()
+try:
+    run.load_state_dict(state)
+except bagua.errors.BaguaError as error:
+    print(json.dumps([type(error).__name__, time.monotonic() - began]), flush=True)
+bagua.shutdown()
+open(f"{folder}/{rank} is through", "w").close()
+while not all(os.path.exists(f"{folder}/{other} is through") for other in range(3)):
+    time.sleep(0.01)  # the end of a process would be noticed
+"""
+
+
+def test_a_rank_that_is_not_connected_to_the_dead_one_hears_from_those_that_are(tmp_path: Path) -> None:
+    """gloo's all-gather is a ring: one of the four waits for a rank that only the others know to be dead."""
+    env = [{"RANK": str(rank), "WORLD_SIZE": "4"} for rank in range(4)]
+    for result in run_scripts([AGREEING] * 4, env=env, args=[str(tmp_path)], timeout=100.0)[:3]:
+        assert result.exit_code == 0, result.stderr
+        kind, seconds = json.loads(result.stdout)
+        assert kind == "PeerError"
+        assert seconds < 20.0

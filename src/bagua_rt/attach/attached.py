@@ -142,14 +142,14 @@ class Attachment:
         if self.is_closed:
             return
         self.is_closed = True
-        if not orderly:  # what the others meet there from now on is this rank's doing, and no news to it
-            self.resources.control.failures.is_known = True
         self.hooks.remove()
         try:
             self.engine.close(orderly=orderly)
             self.engine.background.leave(sys.exc_info()[1])  # an exception on its way may be why it closes
         finally:
             self.resources.close()
+            if not orderly:  # what the others meet there from now on is this rank's doing, and no news to it
+                self.resources.control.failures.is_known = True
             if self._trace_dir is not None:
                 self._write_trace(self._trace_dir)
 
