@@ -72,9 +72,9 @@ class DepartureBoard:
 
     def post(self, text: str) -> None:
         """Tell the other ranks. The first post stays; later ones are dropped."""
-        if self._client is not None:
+        if (client := self._client) is not None:
             with contextlib.suppress(PeerError, CollectiveTimeoutError):  # there is nobody left to tell
-                self._client.write_once("departure", text, timeout_s=_TELL_S)
+                client.write_once("departure", text, timeout_s=client.grace_s(_TELL_S))
 
     def poll(self) -> str | None:
         """What a rank posted; None while there is no news. Never waits. A store that died is no departure."""

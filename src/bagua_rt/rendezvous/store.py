@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 _CLONE_S = 30.0  # generous: on a live server it takes 1 ms
 _NEWS_S = 0.2  # how often a rank that meets others looks for news of them
 _LOOK_S = 0.5  # for an answer that may as well be none; as generous
-_GRACE_S = 0.15
+_GRACE_S = 0.15  # the same, from a store whose last answer did not come
 
 
 def lone_store() -> Store:
