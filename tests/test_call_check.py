@@ -166,6 +166,59 @@ def test_a_call_that_one_rank_refuses_is_told_to_the_others(pool: RankPool, worl
             assert after == world_size * (world_size + 1) / 2
 
 
+# What rank 1 calls, which is refused there; what it calls instead; and what rank 0 waits for meanwhile.
+REFUSED_MESSAGES: dict[str, tuple[Call, Call, Call]] = {
+    "send": (
+        lambda c: c.send(floats(8)[::2], 0),
+        lambda c: c.send(floats(4), 0),
+        lambda c: c.recv(floats(4), 1),
+    ),
+    "recv": (  # as much as no socket takes before somebody receives it
+        lambda c: c.recv(WRONG, peer=0),
+        lambda c: c.recv(floats(1 << 22), peer=0),
+        lambda c: c.send(floats(1 << 22), 1),
+    ),
+    "send_recv": (
+        lambda c: c.send_recv(floats(4), 0, WRONG, 0),
+        lambda c: c.send_recv(floats(4), 0, floats(4), 0),
+        lambda c: c.send_recv(floats(4), 1, floats(4), 1),
+    ),
+}
+
+
+def refused_messages(ctx: RankContext) -> dict[str, tuple[str, str, float]]:
+    found = {}
+    with group(ctx, check=True) as pg:
+        for name, (wrong, right, other) in REFUSED_MESSAGES.items():
+            pg.world.barrier().wait()
+            begin = time.monotonic()
+            if ctx.rank == 1:
+                found[name] = (*caught(lambda: wrong(pg.world)), time.monotonic() - begin)  # noqa: B023
+                if ctx.world_size > 2:  # messages are numbered by pair
+                    pg.world.send(floats(1), 2).wait()
+                ctx.store().wait([name], timedelta(seconds=20))
+                right(pg.world).wait()
+            elif ctx.rank == 0:
+                work = other(pg.world)
+                found[name] = (*caught(work.wait), time.monotonic() - begin)
+                ctx.store().set(name, "heard")
+                work.wait()
+            else:
+                pg.world.recv(floats(1), 1).wait()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_message_that_one_rank_refuses_is_told_to_its_peer(pool: RankPool, world_size: int) -> None:
+    first, second, *_ = on(pool, world_size, refused_messages)
+    for name in REFUSED_MESSAGES:
+        (kind, text, seconds), (own_kind, own_text, _) = first[name], second[name]
+        assert kind == own_kind == "UsageError", name
+        assert "was refused on rank 1" in text, name
+        assert own_text.splitlines()[0] in text, name
+        assert seconds < 2.0, name
+
+
 def out_of_step(ctx: RankContext, how: str) -> tuple[str, str, float]:
     """Sends and receives that don't fit; every rank waits in the end."""
     with group(ctx, check=True) as pg:

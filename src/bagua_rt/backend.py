@@ -303,6 +303,10 @@ class CallBoard(Protocol):
         """Around a collective: if this rank refuses its arguments, the others hear of it."""
         ...
 
+    def refuse_messages(self, pairs: Sequence[tuple[int, int]], text: str) -> None:
+        """Tell the other sides that this rank refuses messages of these sources and destinations."""
+        ...
+
     def look(self) -> None:
         """Raise what another rank found by comparing."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 from bagua_rt.backend import Call, CallBoard, Message
 from bagua_rt.backends._collectives import Copies, Pairs
 from bagua_rt.backends._work import LaunchedWork
+from bagua_rt.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +31,12 @@ COLLECTIVES = (  # methods of a communicator that all ranks call, or none
     "barrier",
     "split",
 )
-_MESSAGES = ("send", "recv", "send_recv")
+# Methods that meet the call of another rank or two; the names of their arguments for destination and source.
+MESSAGES: dict[str, tuple[str, str]] = {
+    "send": ("peer", ""),
+    "recv": ("", "peer"),
+    "send_recv": ("dst", "src"),
+}
 
 
 def telling_refusals(board: CallBoard, collective: Callable[P, T]) -> Callable[P, T]:
@@ -38,6 +45,26 @@ def telling_refusals(board: CallBoard, collective: Callable[P, T]) -> Callable[P
     def call(*args: P.args, **options: P.kwargs) -> T:
         with board.telling_refusals():
             return collective(*args, **options)
+
+    return call
+
+
+def telling_refused_messages(
+    board: CallBoard, rank: int, name: str, method: Callable[P, T]
+) -> Callable[P, T]:
+    """`method`, called `name` in ``MESSAGES``, with the peers told if this rank refuses its arguments."""
+    destination, source = MESSAGES[name]
+    places = inspect.signature(method)
+
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return method(*args, **options)
+        except UsageError as error:
+            given = places.bind(*args, **options).arguments
+            pairs = [(rank, given[destination])] if destination else []
+            pairs += [(given[source], rank)] if source else []
+            board.refuse_messages(pairs, str(error))
+            raise
 
     return call
 
@@ -52,7 +79,7 @@ def call_of(work: LaunchedWork, rank: int, lane: int) -> Call:
     """
     # In place or not is a rank's own business.
     fields: dict[str, object] = {"operation": work.operation.rstrip("_"), "lane": lane}
-    if work.operation in _MESSAGES:
+    if work.operation in MESSAGES:
         sends, receives, _ = work.args
         messages = [Message(rank, peer, t.numel(), str(t.dtype), lane) for peer, t in sends]
         messages += [Message(peer, rank, t.numel(), str(t.dtype), lane) for peer, t in receives]

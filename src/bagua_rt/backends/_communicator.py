@@ -29,7 +29,13 @@ import torch
 
 from bagua_rt.backend import CallBoard, Connect, Event, Store, Stream, Work
 from bagua_rt.backends import _arguments as arguments
-from bagua_rt.backends._calls import COLLECTIVES, call_of, telling_refusals
+from bagua_rt.backends._calls import (
+    COLLECTIVES,
+    MESSAGES,
+    call_of,
+    telling_refusals,
+    telling_refused_messages,
+)
 from bagua_rt.backends._collectives import Collectives
 from bagua_rt.backends._work import BaseWork, LaunchedWork, OpenGroup, fresh
 from bagua_rt.errors import BaguaError, ClosedError, CollectiveError, InternalError, UsageError
@@ -305,6 +311,9 @@ class CheckedCommunicator(Collectives):
         if self.is_comparing:
             for name in COLLECTIVES:
                 setattr(self, name, telling_refusals(board, getattr(self, name)))
+            for name in MESSAGES:
+                method = getattr(self, name)
+                setattr(self, name, telling_refused_messages(board, self.rank, name, method))
 
     def _compare(self, works: Sequence[LaunchedWork]) -> None:
         for work in works:

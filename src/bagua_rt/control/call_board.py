@@ -7,7 +7,8 @@
     A send and the receive that it meets are numbered by their ordered pair of ranks; neither waits for the
     other, and whoever comes second compares. A difference found then, or a collective that waits for a rank
     which itself waits for a message that will not come, is posted as news: the next call of every rank raises
-    it, and so does a wait that is under way.
+    it, and so does a wait that is under way. A send or receive that a rank refuses has launched nothing there
+    and may be made again; until it is, the other side's wait raises why.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class CallBoard:
         self._lock = threading.RLock()  # calls of several threads are compared one after the other
         self._collectives = 0
         self._messages: Counter[tuple[int, int]] = Counter()  # by source and destination
+        self._refused: set[str] = set()  # keys of messages that this rank refused, and may make yet
         self.is_comparing = is_comparing
 
     def child(self, name: str, rank: int, world_size: int) -> CallBoard:
@@ -78,6 +80,22 @@ class CallBoard:
                     self._collectives += 1
                     self._client.tell(f"refused/{self._rank}/{self._collectives}", str(error))
             raise
+
+    def refuse_messages(self, pairs: Sequence[tuple[int, int]], text: str) -> None:
+        """Tell the other sides that this rank refuses a send, a receive or both.
+
+        Args:
+            pairs: Their sources and destinations, as the caller gave them.
+            text: Why.
+        """
+        with self._lock:
+            for source, destination in pairs:
+                other = destination if source == self._rank else source
+                if type(other) is int and other in self._others:  # else it was refused for being no rank
+                    number = self._messages[source, destination] + 1
+                    key = f"{_key(source, destination, number)}/refused"
+                    self._refused.add(key)
+                    self._client.tell(key, text)
 
     def compare(self, calls: Sequence[Call]) -> None:
         """Compare what this rank is about to launch, a call or those of a group; blocks for collectives.
@@ -158,7 +176,10 @@ class CallBoard:
         number = self._messages[pair] = self._messages[pair] + 1
         call.numbers.append(number)
         own = {"operation": call.fields["operation"], **message._asdict()}
-        key = f"message/{message.source}to{message.destination}/{number}"
+        key = _key(*pair, number)
+        if (refused := f"{key}/refused") in self._refused:
+            self._refused.remove(refused)
+            self._client.set(refused, "")
         mine, theirs = ("from", "to") if self._rank == message.source else ("to", "from")
         self._client.set(f"{key}/{mine}", json.dumps(own))
         met = self._read(f"{key}/{theirs}")
@@ -183,6 +204,16 @@ class CallBoard:
                     expected=f"{_spell(call.fields)}, as on rank {self._rank}",
                     got=text.decode(errors="replace"),
                     fix="nothing was launched: mend the call on that rank",
+                )
+
+    def _find_refused_message(self, messages: Sequence[tuple[int, int, int]]) -> None:
+        for source, destination, number in messages:
+            if text := self._client.glance(f"{_key(source, destination, number)}/refused"):
+                raise UsageError(
+                    f"message #{number} from rank {source} to rank {destination} of communicator "
+                    f"{self._name!r} was refused on rank {source + destination - self._rank}",
+                    got=text.decode(errors="replace"),
+                    fix="mend the call on that rank; this one is still under way",
                 )
 
     def _find_deadlock(self, call: Call, number: int, missing: Sequence[int]) -> None:
@@ -232,7 +263,7 @@ class CallBoard:
             Whether it is complete.
 
         Raises:
-            UsageError: a rank found that calls differ.
+            UsageError: a rank found that calls differ, or refused the other side of this message.
             PeerError: the store is gone.
         """
         first_s = min(_LOOK_S, timeout_s / 2) if self.is_comparing else timeout_s / 2
@@ -247,6 +278,7 @@ class CallBoard:
         while not (is_complete := wait(min(_LOOK_S, max(0.0, pace.left_s)))) and not pace.is_over:
             if self.is_comparing:
                 self.look()
+                self._find_refused_message(numbered)
         if is_complete:  # at the deadline it stays, for those whose deadline is later
             self._client.tell(f"waiting/{self._rank}", "")
         return is_complete
@@ -266,6 +298,10 @@ class CallBoard:
     def _read(self, key: str) -> Any:
         text = self._client.glance(key)
         return json.loads(text) if text else None
+
+
+def _key(source: int, destination: int, number: int) -> str:
+    return f"message/{source}to{destination}/{number}"
 
 
 def _spell(fields: Mapping[str, Any]) -> str:
