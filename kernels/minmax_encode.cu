@@ -86,8 +86,7 @@ DEVICE void encode_chunk(const Raw* x, i64 valid, i64 stored, u8* header, u8* co
     for (int j = 0; j < N; j++) {
       out.v[j] = grid.step > 0 && at + j < valid ? code_of(v[k + j], grid, reciprocal) : (u8)0;
     }
-    if (at + N <= stored) store<N>(codes + at, out);
-    else for (int j = 0; j < N; j++) if (at + j < stored) codes[at + j] = out.v[j];
+    if (at < stored) store<N>(codes + at, out);  // a multiple of 16, so of N
   }
 }
 

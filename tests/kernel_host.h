@@ -28,13 +28,13 @@ namespace host {
 enum State { READY, AT_BARRIER, IN_WARP, DONE };
 struct Fiber {
     ucontext_t context;
-    char* stack;
     State state;
     unsigned long long given[2];  // two, for a lane may reach the next exchange before another has read
     int round;
 };
 const int THREADS = 256, STACK = 64 << 10;
 static Fiber fibers[THREADS];
+static char stacks[THREADS][STACK];
 static ucontext_t scheduler;
 static int current;
 static long long integers[10];
@@ -80,10 +80,10 @@ static void run_warp(int begin) {
     } while (true);
 }
 static void run_block() {
-    for (Fiber& fiber : fibers) {
+    for (int i = 0; i < THREADS; i++) {
+        Fiber& fiber = fibers[i];
         getcontext(&fiber.context);
-        if (!fiber.stack) fiber.stack = static_cast<char*>(malloc(STACK));
-        fiber.context.uc_stack.ss_sp = fiber.stack;
+        fiber.context.uc_stack.ss_sp = stacks[i];
         fiber.context.uc_stack.ss_size = STACK;
         fiber.state = READY;
         makecontext(&fiber.context, enter, 0);
@@ -119,14 +119,58 @@ template <class To, class From> static To bits(From from) {
 }
 }  // namespace host
 
-// What -fsanitize=alignment calls, so that its library need not be there.
-extern "C" long long misaligned = 0;
-extern "C" void __ubsan_handle_type_mismatch_v1(void*, void*) { misaligned++; }
+// What -fsanitize=thread calls for each access, =bounds for an index beyond its array, and =alignment: their libraries
+// need not be there. A kernel may touch the tensors of its launch, and of the rest this library alone, where shared
+// memory and the fibers' stacks are.
+extern "C" char __ehdr_start __attribute__((visibility("hidden"))), _end __attribute__((visibility("hidden")));
+extern "C" long long misaligned = 0, outside = 0, first_outside = 0, bytes_outside = 0;
+#define UNCHECKED __attribute__((no_sanitize("thread", "bounds", "alignment")))
+#define HOOK extern "C" UNCHECKED void
 
-extern "C" void launch(void (*kernel)(), unsigned blocks, const long long* integers, double real) {
+namespace host {
+struct Range {
+    unsigned long long begin, bytes;
+};
+static const Range* ranges;
+static int range_count, latest;
+
+UNCHECKED static void touch(void* at, unsigned long bytes) {
+    if (at >= &__ehdr_start && at < &_end) return;
+    const auto address = reinterpret_cast<unsigned long long>(at);
+    for (int i = 0; i < range_count; i++, latest = (latest + 1) % range_count) {
+        const unsigned long long past = address - ranges[latest].begin;
+        if (past < ranges[latest].bytes && bytes <= ranges[latest].bytes - past) return;
+    }
+    if (!outside++) first_outside = address, bytes_outside = bytes;
+}
+}  // namespace host
+
+#define HOOKS(bytes)                                                        \
+    HOOK __tsan_read##bytes(void* at) { host::touch(at, bytes); }           \
+    HOOK __tsan_write##bytes(void* at) { host::touch(at, bytes); }          \
+    HOOK __tsan_unaligned_read##bytes(void* at) { host::touch(at, bytes); } \
+    HOOK __tsan_unaligned_write##bytes(void* at) { host::touch(at, bytes); }
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+HOOK __tsan_read_range(void* at, unsigned long bytes) { host::touch(at, bytes); }
+HOOK __tsan_write_range(void* at, unsigned long bytes) { host::touch(at, bytes); }
+HOOK __tsan_init() {}
+HOOK __tsan_func_entry(void*) {}
+HOOK __tsan_func_exit() {}
+HOOK __ubsan_handle_out_of_bounds(void*, void*) { outside++; }
+HOOK __ubsan_handle_type_mismatch_v1(void*, void*) { misaligned++; }
+
+HOOK launch(void (*kernel)(), unsigned blocks, const long long* integers, double real, const host::Range* ranges,
+            int range_count) {
     memcpy(host::integers, integers, sizeof host::integers);
     host::body = kernel;
     host::real = real;
+    host::ranges = ranges;
+    host::range_count = range_count;
+    host::latest = 0;
     gridDim.x = blocks;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) host::run_block();
 }

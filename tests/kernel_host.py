@@ -25,10 +25,13 @@ from bagua_rt.backends._nvrtc import Variant
 SHIM = Path(__file__).with_name("kernel_host.h")
 COMPILER = shutil.which("g++")
 # No contraction: the kernels say where an operation rounds. The shim calls kernels through a plain C type.
-# Compiled and linked apart: the shim counts what the sanitizer finds, so that its library is not needed.
-FLAGS = "-std=c++17 -O1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fsanitize=alignment"
+# Compiled and linked apart: the shim is what the sanitizers call, so that their libraries are not needed.
+# -fno-gnu-unique: or the loader would make one of all libraries' shared arrays of one name.
+FLAGS = "-std=c++17 -O1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fno-gnu-unique"
+FLAGS += " -fsanitize=thread,bounds,alignment"
 GUARD = 64  # poisoned bytes on both sides of every buffer
 POISON = 0xA5
+COUNTS = ("misaligned", "outside", "first_outside", "bytes_outside")  # kernel_host.h
 
 
 @functools.cache
@@ -64,17 +67,41 @@ def build(variants: Iterable[Variant]) -> None:
 
 
 def launch(
-    variant: Variant, *arguments: torch.Tensor | int, blocks: int, real: float = 0.0, operation: str = ""
+    variant: Variant,
+    *arguments: torch.Tensor | int,
+    blocks: int,
+    real: float = 0.0,
+    operation: str = "",
+    reached: Iterable[torch.Tensor] = (),
 ) -> None:
-    """Run a kernel: tensors and integers in its own order, its one float (if any) as `real`."""
+    """Run a kernel, and check that it touches its tensors alone, with the alignment that its accesses need.
+
+    Args:
+        arguments: Tensors and integers, in the kernel's own order.
+        real: The kernel's one float, if it has any.
+        operation: The kernel's name, where a file has several.
+        reached: What it finds in a table of addresses.
+    """
     library = _library(variant)
+    tensors = [*(a for a in arguments if isinstance(a, torch.Tensor)), *reached]
+    assert all(t.is_contiguous() for t in tensors)
+    ranges = [word for t in tensors for word in (t.data_ptr(), t.numel() * t.itemsize)]
     values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-    integers = (ctypes.c_longlong * 10)(*values)
     kernel = ctypes.cast(getattr(library, variant.entry(operation)), ctypes.c_void_p)
-    library.launch(kernel, ctypes.c_uint(blocks), integers, ctypes.c_double(real))
-    assert not ctypes.c_longlong.in_dll(library, "misaligned").value, (
-        f"{variant}: a wide access is not aligned"
+    counts = {name: ctypes.c_longlong.in_dll(library, name) for name in COUNTS}
+    for count in counts.values():
+        count.value = 0
+    library.launch(
+        kernel,
+        ctypes.c_uint(blocks),
+        (ctypes.c_longlong * 10)(*values),
+        ctypes.c_double(real),
+        (ctypes.c_longlong * len(ranges))(*ranges),
+        len(tensors),
     )
+    misaligned, outside, first, size = (count.value for count in counts.values())
+    assert not outside, f"{variant}: {outside} accesses outside of its tensors, first {size} bytes at {first:#x}"
+    assert not misaligned, f"{variant}: {misaligned} accesses are not aligned"
 
 
 class Buffers:

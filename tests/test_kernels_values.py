@@ -137,7 +137,8 @@ def test_copies(
     ]
     pairs = list(zip(sources, bucket.split(lengths), strict=True))
     table, count, tiles = spans(pairs)
-    launch(Variant.of(operation, name(source), name(target)), table, count, tiles, blocks=blocks, real=scale)
+    variant, reached = Variant.of(operation, name(source), name(target)), [bucket, *sources]
+    launch(variant, table, count, tiles, blocks=blocks, real=scale, reached=reached)
     for tensor, view in pairs:
         if operation == "copy_in":
             assert same_bits(view, oracles.copy_in(tensor, target, scale))
@@ -161,7 +162,8 @@ def test_copy_in_scales_a_view_in_place_and_serves_thousands(dtype: torch.dtype)
     bucket = memory.put(numbers("normal", (sum(lengths),), dtype, 1), 3)
     before = bucket.clone()
     table, count, tiles = spans([(view, view) for view in bucket.split(lengths)])
-    launch(Variant.of("copy_in", name(dtype), name(dtype)), table, count, tiles, blocks=7, real=1 / 3)
+    variant = Variant.of("copy_in", name(dtype), name(dtype))
+    launch(variant, table, count, tiles, blocks=7, real=1 / 3, reached=[bucket])
     assert same_bits(bucket, oracles.copy_in(before, dtype, 1 / 3))
     memory.check()
 
@@ -207,6 +209,19 @@ def test_ring_difference_is_the_formula_and_zero_where_nothing_moved() -> None:
     torch.testing.assert_close(out, x + left / 3 + right / 3 - weights * (5 / 3), rtol=1e-12, atol=1e-14)
     launch(variant, x, x, x, x, same, 1000, blocks=1)
     assert (same == 0).all()
+
+
+@by_dtype
+@pytest.mark.parametrize("n", [9, 16])  # the last element alone; in a pack
+def test_an_access_outside_of_a_tensor_shows_though_nothing_comes_of_it(dtype: torch.dtype, n: int) -> None:
+    whole, short = torch.ones(1, n, dtype=dtype), torch.ones(1, n, dtype=dtype)[:, :-1]
+    variant = Variant.of("mean_rows", name(dtype))
+    launch(variant, whole, torch.empty_like(whole), 1, n, blocks=1)
+    for values, out in ((short, whole), (whole, short)):
+        with pytest.raises(AssertionError, match="accesses outside"):
+            launch(variant, values, out, 1, n, blocks=1)
+    with pytest.raises(AssertionError, match="not aligned"):
+        launch(variant, whole.data_ptr() + 1, whole, 1, n - 1, blocks=1, reached=[whole])
 
 
 # ── MinMaxUInt8 ──────────────────────────────────────────────────────────────────────────────────────────
