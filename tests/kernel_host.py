@@ -100,7 +100,7 @@ def launch(
         len(tensors),
     )
     misaligned, outside, first, size = (count.value for count in counts.values())
-    assert not outside, f"{variant}: {outside} accesses outside of its tensors, first {size} bytes at {first:#x}"
+    assert not outside, f"{variant}: {outside} accesses outside of its tensors, first {size} B at {first:#x}"
     assert not misaligned, f"{variant}: {misaligned} accesses are not aligned"
 
 
