@@ -99,9 +99,11 @@ def recorded_elsewhere(of_lanes: bool) -> Iterator[None]:
     from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream
 
     right = CudaDevice.record_holding
+    kept: list[object] = []  # nothing but the order is wrong
 
     def record(self: CudaDevice, stream: CudaStream, holds: object, **options: Any) -> CudaEvent:
-        if stream.is_ours == of_lanes and holds is None:
+        if stream.is_ours == of_lanes:
+            kept.append(holds)
             stream = self.new_stream("idle")
         return right(self, stream, holds, **options)
 

@@ -143,8 +143,11 @@ class Kernels(Protocol):
 
     def copy_in(
         self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], scale: float, stream: Stream
-    ) -> None:
+    ) -> Event:
         """``views[i] = tensors[i] * scale``; a tensor that already is its view is scaled in place.
+
+        Returns:
+            The point in `stream` behind it.
 
         **Shapes:** ``tensors[i]`` and ``views[i]`` have one shape; strides and dtypes may differ.
         """

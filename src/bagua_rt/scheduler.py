@@ -207,10 +207,12 @@ class Pipeline:
         self._next_number += 1
         self._order.begin()
 
-    def ready(self, bucket: int) -> None:
-        """The contents of `bucket` are in place, in the order of the calling thread's compute stream."""
+    def ready(self, bucket: int, event: Event | None = None) -> None:
+        """The contents of `bucket` are in place behind `event`; without, behind what the calling thread has
+        queued on its compute stream."""
         round_ = self._open_round()
-        event = self._device.record(self._device.compute_stream(), timed=round_.is_timed)
+        if event is None or round_.is_timed:
+            event = self._device.record(self._device.compute_stream(), timed=round_.is_timed)
         self._loop.submit(lambda: self._launch(round_, bucket, event))
 
     def _launch(self, round_: Round, bucket: int, ready: Event) -> None:

@@ -268,7 +268,7 @@ def memory_stays(ctx: RankContext, backend: str) -> None:
             w.device.synchronize(w.device.record(lane))
             return found
 
-        calls: list[tuple[Callable[..., None], Callable[[], list[Any]]]] = [
+        calls: list[tuple[Callable[..., object], Callable[[], list[Any]]]] = [
             (lambda t, *a: kernels.copy_in([t], views, 0.5, *a), lambda: [zeros(columns)]),
             (lambda t, *a: kernels.copy_in([t], views, 0.5, *a), lambda: [zeros(columns, dtype=torch.int32)]),
             (lambda t, *a: kernels.copy_out(views, [t], *a), lambda: [zeros(columns)]),

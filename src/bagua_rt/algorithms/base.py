@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from bagua_rt.backend import Communicator, Device, Kernels, Stream
+from bagua_rt.backend import Communicator, Device, Event, Kernels, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.process_group import Communicators
 
@@ -152,12 +152,15 @@ class AlgorithmState(ABC):
         """
         return True
 
-    def stage(self, bucket: Bucket, present: Sequence[int]) -> None:
+    def stage(self, bucket: Bucket, present: Sequence[int]) -> Event | None:
         """Put the contents of `bucket` in place.
 
         Args:
             bucket: The bucket.
             present: Indices of its parameters that have a gradient (all of them, with weights as source).
+
+        Returns:
+            The point in the compute stream behind which they are; None: behind all that is queued there.
         """
         if self.source == "weight":
             tensors = [bucket.params[i].detach() for i in present]
@@ -166,7 +169,7 @@ class AlgorithmState(ABC):
         is_full = len(present) == len(bucket.views)
         views = bucket.views if is_full else [bucket.views[i] for i in present]
         device = self.context.device
-        self.context.kernels.copy_in(tensors, views, self.scale, device.compute_stream())
+        return self.context.kernels.copy_in(tensors, views, self.scale, device.compute_stream())
 
     def missing(self, bucket: Bucket, absent: Sequence[int]) -> None:
         """Fill in for the parameters of `bucket` that have no gradient on this rank: zero, in the mean."""

@@ -15,7 +15,7 @@ import torch
 from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn
 from bagua_rt.algorithms.compression import CompressedMeans
 from bagua_rt.algorithms.operations import sum_
-from bagua_rt.backend import Communicator, Stream
+from bagua_rt.backend import Communicator, Event, Stream
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
 
@@ -99,13 +99,13 @@ class MomentumState(AlgorithmState):
                     fix="add it to the optimizer, freeze it, or name it in ignore",
                 )
 
-    def stage(self, bucket: Bucket, present: Sequence[int]) -> None:
+    def stage(self, bucket: Bucket, present: Sequence[int]) -> Event | None:
         if self.launch_on is LaunchOn.GRADIENT_READY:
-            super().stage(bucket, present)
-            return
+            return super().stage(bucket, present)
         used = [i for i, param in enumerate(bucket.params) if param not in self._unused]
         self.missing(bucket, [i for i, param in enumerate(bucket.params) if param in self._unused])
         self._optimizer.form_momentum([bucket.params[i] for i in used], [bucket.views[i] for i in used])
+        return None
 
     def communicate(self, bucket: Bucket, comm: Communicator, stream: Stream) -> None:
         if self.launch_on is not LaunchOn.GRADIENT_READY:

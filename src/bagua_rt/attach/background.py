@@ -207,8 +207,8 @@ class BackgroundRounds:
         open_.is_launched = True
         self._pipeline.begin()
         for bucket in self._layout.plan.buckets:
-            self._layout.gradients.stage(self._layout.state, bucket.index, None)
-            self._pipeline.ready(bucket.index)
+            ready = self._layout.gradients.stage(self._layout.state, bucket.index, None)
+            self._pipeline.ready(bucket.index, ready)
 
     def _advance(self) -> bool:
         """Take the open round as far as it goes now; whether it is over, in whatever way."""

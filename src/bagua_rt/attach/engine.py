@@ -180,8 +180,10 @@ class Engine:
     @untraced
     def _stage_bucket(self, generation: Generation, index: int) -> None:
         generation.full = -1
-        generation.nonfinite += self.layout.gradients.stage(self.state, index, generation.seen)
-        self.pipeline.ready(index)
+        ready = self.layout.gradients.stage(self.state, index, generation.seen)
+        if self._options.check:
+            generation.nonfinite += self.layout.gradients.nonfinite(self.state, index)
+        self.pipeline.ready(index, ready)
         generation.staged[index] = True
 
     def _stage_rest(self, generation: Generation) -> None:
@@ -240,12 +242,11 @@ class Engine:
         nonfinite = bool(generation.nonfinite)
         if generation.launch_on is LaunchOn.STEP_PRE and self.state.source == "gradient":
             nonfinite = not self.layout.gradients.are_finite()
-        scale = self.state.sparse_scale * self._correction()
         return self._exchange(
             generation,
             lambda: self.accord.launch(missing, nonfinite=nonfinite),
             lambda: self._stage_rest(generation),
-            lambda: self.layout.sparse.add_up(scale),
+            lambda: self.layout.sparse.add_up(self.state.sparse_scale * self._correction()),
         )
 
     def _exchange(
@@ -416,8 +417,7 @@ class Engine:
         self._step_is_due = self._round_after_step_is_due = False
         self.pipeline.begin()
         for bucket in self.buckets:
-            self.layout.gradients.stage(self.state, bucket.index, None)
-            self.pipeline.ready(bucket.index)
+            self.pipeline.ready(bucket.index, self.layout.gradients.stage(self.state, bucket.index, None))
 
     @untraced
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

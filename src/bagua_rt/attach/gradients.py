@@ -11,6 +11,7 @@ import torch
 from bagua_rt.algorithms.base import AlgorithmState, Context, LaunchOn, gradient
 from bagua_rt.attach.generation import Options
 from bagua_rt.attach.plan import Plan
+from bagua_rt.backend import Event
 from bagua_rt.bucket import Bucket
 from bagua_rt.errors import UsageError
 
@@ -28,7 +29,7 @@ class Gradients:
     Args:
         plan: The buckets and their members.
         context: Kernels and device.
-        options: ``gradient_as_bucket_view`` and ``check``.
+        options: ``gradient_as_bucket_view``.
     """
 
     def __init__(
@@ -41,10 +42,9 @@ class Gradients:
         self._members = plan.members
         self._context = context
         self._as_view = options.gradient_as_bucket_view
-        self._check = options.check
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
 
-    def stage(self, state: AlgorithmState, index: int, seen: Sequence[bool] | None) -> list[int]:
+    def stage(self, state: AlgorithmState, index: int, seen: Sequence[bool] | None) -> Event | None:
         """Let `state` put the contents of bucket `index` in place.
 
         Args:
@@ -53,12 +53,11 @@ class Gradients:
             seen: For each parameter whether its gradient came; None where that doesn't matter.
 
         Returns:
-            The parameters whose gradients are not finite (with ``check=True``).
+            What `AlgorithmState.stage` does.
         """
         bucket, members = self._buckets[index], self._members[index]
         if state.source == "weight":
-            state.stage(bucket, range(len(members)))
-            return []
+            return state.stage(bucket, range(len(members)))
         grads = [param.grad for param in bucket.params]
         present = [i for i, grad in enumerate(grads) if grad is not None]
         for i, grad in enumerate(grads):
@@ -69,13 +68,18 @@ class Gradients:
                 self._keep(bucket, members[i], i, grads[i])
         if len(present) < len(members):
             state.missing(bucket, [i for i, grad in enumerate(grads) if grad is None])
-        state.stage(bucket, present)
+        ready = state.stage(bucket, present)
         if self._as_view and state.launch_on is LaunchOn.GRADIENT_READY:
             for i in present:
                 bucket.params[i].grad = bucket.views[i].detach()  # [Note: aliases in .grad]
-        if not self._check:
+        return ready
+
+    def nonfinite(self, state: AlgorithmState, index: int) -> list[int]:
+        """The parameters in bucket `index`, just staged, whose gradients are not finite. Waits for them."""
+        if state.source == "weight":
             return []
-        return [members[i] for i in present if not bool(torch.isfinite(bucket.views[i]).all())]
+        members = zip(self._members[index], self._buckets[index].views, strict=True)
+        return [member for member, view in members if not bool(torch.isfinite(view).all())]
 
     def expose(self, unused: Collection[int], correction: float) -> None:
         """Let ``.grad`` be the communicated gradient, times `correction`; for `unused`, what it was."""

@@ -27,7 +27,7 @@ from bagua_rt.backend import Views
 from bagua_rt.backends._nvrtc import ELEMENTS, KernelCache, Variant
 from bagua_rt.backends._nvrtc import _cuda as import_cuda
 from bagua_rt.backends.cuda_device import CudaDevice
-from bagua_rt.backends.cuda_stream import CudaStream, cuda_error
+from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream, cuda_error
 from bagua_rt.errors import CudaError
 
 THREADS = 256
@@ -63,8 +63,13 @@ class Copies:
         views: Sequence[torch.Tensor],
         scale: float,
         stream: CudaStream,
-    ) -> None:
-        """Copy between `tensors` and `views`: into these for "copy_in", times `scale`."""
+    ) -> CudaEvent | None:
+        """Copy between `tensors` and `views`: into these for "copy_in", times `scale`.
+
+        Returns:
+            The event behind it, if there is one: what is launched needs it to keep its tensors alive.
+        """
+        event: CudaEvent | None = None
         self._device.require_open(stream)
         self._device.enter()
         if isinstance(views, Views):
@@ -79,10 +84,12 @@ class Copies:
             except Exception as error:
                 raise cuda_error(f"the launch of {operation}", error) from error
             kept = views if isinstance(views, Views) else tuple(views)
-            self._device.record_holding(stream, (tuple(tensors), kept, prepared))
+            event = self._device.record_holding(stream, (tuple(tensors), kept, prepared))
             prepared.is_recorded = True
         if others := prepared.others:
             self._device.run(stream, lambda: _copy_by_torch(others, scale))
+            event = None
+        return event
 
     def _find(
         self,

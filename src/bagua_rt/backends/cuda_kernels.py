@@ -12,7 +12,7 @@ from bagua_rt.backends._nvrtc import ELEMENTS, KernelCache, Variant
 from bagua_rt.backends._nvrtc import _cuda as import_cuda
 from bagua_rt.backends.cuda_copies import THREADS, Copies
 from bagua_rt.backends.cuda_device import CudaDevice
-from bagua_rt.backends.cuda_stream import CudaStream, cuda_error
+from bagua_rt.backends.cuda_stream import CudaEvent, CudaStream, cuda_error
 from bagua_rt.errors import UsageError
 
 # Geometry of kernels/README.md.
@@ -45,9 +45,10 @@ class CudaKernels:
 
     def copy_in(
         self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], scale: float, stream: Stream
-    ) -> None:
+    ) -> CudaEvent:
         """``views[i] = tensors[i] * scale``; a tensor that already is its view is scaled in place."""
-        self._copies.copy("copy_in", tensors, views, scale, self._device.stream(stream))
+        own = self._device.stream(stream)
+        return self._copies.copy("copy_in", tensors, views, scale, own) or self._device.record(own)
 
     def copy_out(
         self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], stream: Stream

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from bagua_rt.backend import Stream
+from bagua_rt.backend import Event, Stream
 from bagua_rt.backends import _codec_cpu
 from bagua_rt.backends.gloo_device import CpuDevice
 
@@ -27,9 +27,10 @@ class CpuKernels:
 
     def copy_in(
         self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], scale: float, stream: Stream
-    ) -> None:
+    ) -> Event:
         """``views[i] = tensors[i] * scale``; a tensor that already is its view is scaled in place."""
         self._device.run(stream, lambda: _copy_in(tensors, views, scale))
+        return self._device.record(stream)
 
     def copy_out(
         self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], stream: Stream
