@@ -68,8 +68,10 @@ def test_every_collective_is_right(
         n for n in comm_bench.COLLECTIVES for _ in range(3)
     ]
     factors = {"all_reduce": 2 * (world_size - 1) / world_size, "reduce": 1, "broadcast": 1, "send_recv": 1}
+    op = options[options.index("--op") + 1] if options else "sum"
     for row in found["rows"]:
         assert row["count"] % world_size == 0
+        assert row["op"] == (op if "reduce" in row["collective"] else "none")
         forms = [form for form in (row["out_of_place"], row["in_place"]) if form]
         assert len(forms) == (2 if row["collective"] in ("all_reduce", "all_gather", "reduce_scatter") else 1)
         for form in forms:

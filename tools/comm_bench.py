@@ -129,6 +129,7 @@ class Collective:
         in_place: The same where the smaller of the two is part of the larger, or both are one.
         takes_part: Is the input one rank's part? Else it is whole.
         gives_part: Is the output one rank's part?
+        reduces: Does it take an operator?
     """
 
     factor: Callable[[int], float]
@@ -137,6 +138,7 @@ class Collective:
     in_place: Launch | None = None
     takes_part: bool = False
     gives_part: bool = False
+    reduces: bool = False
 
 
 def others(n: int) -> float:
@@ -150,11 +152,13 @@ COLLECTIVES = {
         lambda s, inputs: reduced(inputs, s.op),
         lambda s, out, inp: s.comm.all_reduce(out, inp, s.op),
         lambda s, out, _: s.comm.all_reduce_(out, s.op),
+        reduces=True,
     ),
     "reduce": Collective(
         lambda _: 1.0,
         lambda s, inputs: reduced(inputs, s.op) if s.comm.rank == s.root else inputs[s.comm.rank],
         in_place=lambda s, out, _: s.comm.reduce_(out, s.root, s.op),
+        reduces=True,
     ),
     "broadcast": Collective(
         lambda _: 1.0,
@@ -174,6 +178,7 @@ COLLECTIVES = {
         lambda s, out, inp: s.comm.reduce_scatter(out, inp, s.op),
         lambda s, out, inp: s.comm.reduce_scatter(out, inp, s.op),
         gives_part=True,
+        reduces=True,
     ),
     "all_to_all": Collective(
         others,
@@ -294,7 +299,8 @@ def sweep(pg: bagua.ProcessGroup, options: argparse.Namespace) -> list[Row]:
                 figures(pg, s, what, launch, options, f"comm_bench/{name}/{size}/{form}")
                 for form, launch in (("out", what.out_of_place), ("in", what.in_place))
             )
-            rows.append(Row(name, count * dtype.itemsize, count, options.dtype, options.op, out, inside))
+            op = options.op if what.reduces else "none"
+            rows.append(Row(name, count * dtype.itemsize, count, options.dtype, op, out, inside))
             size *= options.factor
     return rows
 
