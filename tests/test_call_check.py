@@ -89,22 +89,26 @@ DIFFERENCES: dict[str, tuple[Call, Call, str]] = {
 }
 
 
-def differing(ctx: RankContext) -> dict[str, tuple[str, str, float, float]]:
+def tried(ctx: RankContext, calls: dict[str, Call]) -> dict[str, tuple[str, str, float, float]]:
+    """For each call the error's kind and text, the seconds until then, and a sum of (rank + 1) afterwards:
+    nothing was launched, so the ranks are in step."""
     found = {}
     with group(ctx, check=True) as pg:
-        for name, (first, others, _) in DIFFERENCES.items():
+        for name, call in calls.items():
             pg.world.barrier().wait()
             begin = time.monotonic()
-            kind, text = "", ""
-            try:
-                (first if ctx.rank == 0 else others)(pg.world)
-            except BaguaError as error:
-                kind, text = type(error).__name__, str(error)
+            kind, text = caught(lambda: call(pg.world))  # noqa: B023
             seconds = time.monotonic() - begin
-            after = torch.full((3,), float(ctx.rank + 1))  # nothing was launched: the ranks are in step
+            after = torch.full((3,), float(ctx.rank + 1))
             pg.world.all_reduce_(after, "sum").wait()
             found[name] = (kind, text, seconds, after[0].item())
     return found
+
+
+def differing(ctx: RankContext) -> dict[str, tuple[str, str, float, float]]:
+    return tried(
+        ctx, {k: first if ctx.rank == 0 else others for k, (first, others, _) in DIFFERENCES.items()}
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -141,17 +145,7 @@ REFUSED: dict[str, tuple[Call, Call]] = {
 
 
 def refused(ctx: RankContext) -> dict[str, tuple[str, str, float, float]]:
-    found = {}
-    with group(ctx, check=True) as pg:
-        for name, (wrong, right) in REFUSED.items():
-            pg.world.barrier().wait()
-            begin = time.monotonic()
-            kind, text = caught(lambda: (wrong if ctx.rank == 1 else right)(pg.world))  # noqa: B023
-            seconds = time.monotonic() - begin
-            after = torch.full((3,), float(ctx.rank + 1))
-            pg.world.all_reduce_(after, "sum").wait()
-            found[name] = (kind, text, seconds, after[0].item())
-    return found
+    return tried(ctx, {name: wrong if ctx.rank == 1 else right for name, (wrong, right) in REFUSED.items()})
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
