@@ -136,20 +136,19 @@ def pack(entry: LedgerEntry) -> torch.Tensor:
 
 def unpack(reduced: torch.Tensor) -> LedgerResult:
     """Read what `pack` made, after MAX over all ranks ([Note: decisions that are equal everywhere])."""
-    high, low = np.split(reduced.numpy(), 2)
-    differs = high != 255 - low  # somewhere larger than somewhere else
-    somewhere = np.flatnonzero(high[_HEAD:] == UNSEEN).tolist()
-    everywhere = np.flatnonzero(low[_HEAD:] != 255).tolist()
-    aborted, nonfinite, finished, loaded = (bool(flag) for flag in high[_FLAGS:_PLACE])
-    all_aborted, _, all_finished, _ = (bool(flag != 255) for flag in low[_FLAGS:_PLACE])
+    both, size = reduced.numpy(), len(reduced) // 2
+    largest, smallest = both[:size], 255 - both[size:]
+    high, low = largest[:_HEAD].tobytes(), smallest[:_HEAD].tobytes()  # a few bytes are quicker than arrays
+    aborted, nonfinite, finished, loaded = map(bool, high[_FLAGS:_PLACE])
+    all_aborted, _, all_finished, _ = map(bool, low[_FLAGS:_PLACE])
     return LedgerResult(
-        generation_differs=bool(differs[:_STAGE].any()),
-        stage_differs=bool(differs[_STAGE:_PLAN].any()),
-        plan_differs=bool(differs[_PLAN:_FLAGS].any()),
-        steps_differ=not all_finished and bool(differs[_STEPS:_HEAD].any()),
-        place_differs=bool(differs[_PLACE]),
-        missing_somewhere=somewhere,
-        missing_everywhere=everywhere,
+        generation_differs=high[:_STAGE] != low[:_STAGE],
+        stage_differs=high[_STAGE:_PLAN] != low[_STAGE:_PLAN],
+        plan_differs=high[_PLAN:_FLAGS] != low[_PLAN:_FLAGS],
+        steps_differ=not all_finished and high[_STEPS:] != low[_STEPS:],
+        place_differs=high[_PLACE] != low[_PLACE],
+        missing_somewhere=np.flatnonzero(largest[_HEAD:] == UNSEEN).tolist(),
+        missing_everywhere=np.flatnonzero(smallest[_HEAD:]).tolist(),
         any_aborted=aborted,
         all_aborted=all_aborted,
         any_nonfinite=nonfinite,
