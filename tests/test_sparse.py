@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import bagua_rt as bagua
 from tests.micro import One, backward, caught, grad, group, on, wrap
 from tests.ranks import RankContext, RankPool
 
@@ -127,3 +128,30 @@ def sparse_join(ctx: RankContext) -> list[float]:
 
 def test_join_divides_sparse_gradients_by_those_that_are_left_too(pool: RankPool) -> None:
     assert on(pool, 2, sparse_join) == [[1.0, 1.0], [1.0]]
+
+
+def averaged_weights(ctx: RankContext, algorithm: str) -> tuple[float, bool]:
+    options = {"interval": 1} if algorithm == "local_sgd" else {}
+    with group(ctx):
+        model = nn.Embedding(3, 2, sparse=True)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = bagua.attach(model, optimizer, bagua.algorithms.create(algorithm, **options))
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(torch.tensor([1])).sum() * (ctx.rank + 1.0)).backward()
+            optimizer.step()
+        run.close()
+        assert model.weight.grad is not None
+        return model.weight[1, 0].item(), model.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "weights"), [("local_sgd", [0.7, 0.7]), ("decentralized", [0.75, 0.65])]
+)
+def test_sparse_gradients_stay_with_their_rank_where_weights_are_averaged(
+    pool: RankPool, algorithm: str, weights: list[float]
+) -> None:
+    results = on(pool, 2, averaged_weights, algorithm)
+    assert [weight for weight, _ in results] == pytest.approx(weights)
+    assert all(is_sparse for _, is_sparse in results)

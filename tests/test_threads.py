@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -131,3 +132,62 @@ def test_the_others_hear_of_a_rank_that_left_under_way(pool: RankPool, what: str
     assert results[0]["error"][0] in ("ClosedError", "CollectiveError", "PeerError")
     assert results[1]["error"][0] == "PeerError"
     assert max(found["seconds"] for found in results) < 15.0
+
+
+# ---- processes that a rank forks, as a DataLoader does
+
+
+def forking(ctx: RankContext, algorithm: str) -> tuple[list[str], list[float | None]]:
+    """What a child of rank 1 gets for each that it does with what its parent made, and the gradients."""
+    options = {"interval": 1} if algorithm == "local_sgd" else {}
+    with group(ctx, timeout_s=10.0) as made:
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        wrapped = wrap("attach", model, optimizer, algorithm=bagua.algorithms.create(algorithm, **options))
+        held = [wrapped.run]
+
+        def train() -> None:
+            optimizer.zero_grad()
+            backward(wrapped, ctx)
+            optimizer.step()
+
+        train()
+        uses: list[Callable[[], object]] = [
+            train,
+            held[0].close,
+            lambda: bagua.attach(Two(), process_group=made),
+            lambda: made.world.all_reduce_(torch.ones(1)).wait(),
+        ]
+        said = []
+        for use in uses:
+            if ctx.rank == 1:
+                said.append(of_child(use))
+            train()  # on all ranks: nothing that a child does is heard of
+        return said, [grad(model.a.weight), grad(model.b.weight)]
+
+
+def of_child(use: Callable[[], object]) -> str:
+    """The error that `use` raises in a forked child, or an empty text."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, ": ".join(caught(use)).encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as answer:
+        return answer.read()
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd"])
+def test_what_a_forked_child_does_is_refused_there_and_its_parent_trains_on(
+    pool: RankPool, algorithm: str
+) -> None:
+    (_, first), (said, second) = on(pool, 2, forking, algorithm)
+    for text in [said[0], *said[2:]]:
+        assert text.startswith("ClosedError"), said
+        assert "forked this one" in text
+    assert said[1].startswith(("ClosedError", ": ")), said  # close() may find nothing to wait for
+    assert (first, second) == (
+        ([1.5, 1.5], [1.5, 1.5]) if algorithm == "gradient_allreduce" else ([1.0, 1.0], [2.0, 2.0])
+    )

@@ -197,6 +197,8 @@ class Bucket:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Does `tensor` live in this bucket's memory?"""
+        if tensor.layout is not torch.strided:  # a sparse gradient, beside buckets of weights
+            return False
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr() != 0
 
     def __repr__(self) -> str:

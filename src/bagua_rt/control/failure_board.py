@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from bagua_rt.errors import CollectiveTimeoutError, PeerError
+from bagua_rt.errors import ClosedError, CollectiveTimeoutError, PeerError
 from bagua_rt.rendezvous import StoreClient
 
 _TELL_S = 2.0  # how long a store may hold up a rank that fails; less where it is known not to answer
@@ -35,6 +35,8 @@ class FailureBoard:
             return
         try:
             client.write_once(self.KEY, text, timeout_s=client.grace_s(_TELL_S))
+        except ClosedError:  # a forked child's failure is not this rank's
+            return
         except (PeerError, CollectiveTimeoutError) as error:  # there is nobody left to tell, or no way
             self._seen = self._seen or str(error)
 
@@ -73,7 +75,7 @@ class DepartureBoard:
     def post(self, text: str) -> None:
         """Tell the other ranks. The first post stays; later ones are dropped."""
         if (client := self._client) is not None:
-            with contextlib.suppress(PeerError, CollectiveTimeoutError):  # there is nobody left to tell
+            with contextlib.suppress(PeerError, CollectiveTimeoutError, ClosedError):  # nobody to tell
                 client.write_once("departure", text, timeout_s=client.grace_s(_TELL_S))
 
     def poll(self) -> str | None:

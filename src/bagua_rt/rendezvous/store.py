@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import TypeVar
 # torch.distributed re-exports these names without telling type checkers.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from bagua_rt.errors import CollectiveTimeoutError, PeerError, UsageError
+from bagua_rt.errors import ClosedError, CollectiveTimeoutError, PeerError, UsageError
 from bagua_rt.rendezvous.asker import Asker, NoAnswerError
 from bagua_rt.rendezvous.connection import Connection, connected
 
@@ -127,6 +128,7 @@ class StoreClient:
         self.prefix = prefix
         self._endpoint = endpoint
         self._timeout_s = timeout_s
+        self._pid = os.getpid()
         self._asker = Asker() if connection is None else Asker(connection.shut_down)
         self._sentinel = sentinel
         if endpoint is not None and sentinel is None:
@@ -297,6 +299,8 @@ class StoreClient:
     def _ask(
         self, question: Callable[[], _T], timeout_s: float | None = None, *, late_too: bool = False
     ) -> _T:
+        if self._pid != os.getpid():  # on one connection the two would read each other's answers
+            raise ClosedError(f"the store at {self.address} is asked by the process that forked this one")
         if not self.is_alive():
             raise self.gone()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
