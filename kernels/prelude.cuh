@@ -154,8 +154,7 @@ DEVICE void walk(i64 n, i64 head, bool packed, i64 index, i64 stride, Body body)
     for (i64 i = index; i < n; i += stride) body(Width<1>(), i);
     return;
   }
-  if (head > n) head = n;
-  const i64 packs = (n - head) / N, tail = head + packs * N;
+  const i64 packs = (n - head) / N, tail = head + packs * N;  // head < N: none if n < head
   for (i64 i = index; i < packs; i += stride) body(Width<N>(), head + i * N);
   for (i64 i = index; i < head + n - tail; i += stride) {
     body(Width<1>(), i < head ? i : i - head + tail);

@@ -59,6 +59,16 @@ def copy_case(w: World, stream, dtype: torch.dtype, scale: float) -> None:  # ty
     w.backend.kernels.copy_in([t.float() for t in tensors], views, 1.0, stream)
     w.device.synchronize(w.device.record(stream))
     assert all(torch.equal(o, v.float()) for o, v in zip(wide, outs, strict=True))
+    with_gaps = torch.full((2, 6, 8), 2.0, dtype=dtype, device=dev)
+    square = torch.arange(9, device=dev).view(3, 3).to(dtype)
+    turned = (square.t().double() * scale).to(dtype)
+    source, target = (half[:, ::2] for half in with_gaps)
+    w.backend.kernels.copy_in([source * 2, square.t()], [target, square], scale, stream)
+    w.backend.kernels.copy_in([target], [source], 1.0, stream)  # of one stride, and not dense
+    w.device.synchronize(w.device.record(stream))
+    assert (with_gaps[:, :, ::2] == torch.tensor(4.0 * scale, dtype=torch.float64).to(dtype)).all()
+    assert (with_gaps[:, :, 1::2] == 2.0).all()
+    torch.testing.assert_close(square, turned)  # from its own memory, in another order
 
 
 def copies_again(ctx: RankContext, backend: str) -> None:

@@ -209,6 +209,8 @@ def _copy_by_torch(pairs: list[tuple[torch.Tensor, torch.Tensor]], scale: float)
     for source, target in pairs:
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
+        elif not _lie_alike(source, target):
+            target.copy_(source.clone())  # the same memory in another order
         if scale != 1.0:
             target.mul_(scale)
 

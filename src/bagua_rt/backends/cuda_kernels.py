@@ -153,7 +153,7 @@ class CudaKernels:
         return variant
 
     def _blocks(self, wanted: int) -> int:
-        return max(1, min(wanted, self._blocks_at_most))
+        return min(wanted, self._blocks_at_most)
 
     def _launch(
         self,
@@ -163,7 +163,7 @@ class CudaKernels:
         arguments: tuple[int | float, ...],
         operation: str = "",
     ) -> None:
-        """Launch a kernel; the caller keeps the memory behind its arguments alive."""
+        """Launch a kernel where there is work for it; the caller keeps its memory alive."""
         if not blocks:
             return
         self._device.require_open(stream)

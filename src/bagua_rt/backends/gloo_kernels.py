@@ -83,15 +83,16 @@ def _copy_in(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], sca
     targets: list[torch.Tensor] = []
     scaled: list[torch.Tensor] = []  # of these, the ones already in place
     for t, view in zip(tensors, views, strict=True):
-        if t.data_ptr() == view.data_ptr() and t.stride() == view.stride() and t.dtype == view.dtype:
+        is_there, is_alike = t.data_ptr() == view.data_ptr(), t.dtype == view.dtype
+        if is_there and is_alike and t.stride() == view.stride():
             if scale != 1.0 and view.itemsize > 2:
                 scaled.append(view)
             elif scale != 1.0:
                 view.mul_(scale)
-        elif scale != 1.0 and t.dtype == view.dtype and (t.numel() >= _BIG or t.itemsize <= 2):
+        elif scale != 1.0 and is_alike and not is_there and (t.numel() >= _BIG or t.itemsize <= 2):
             torch.mul(t, scale, out=view)  # in 16 bits always: the batch would round the scale first
         else:
-            sources.append(t)
+            sources.append(t.clone() if is_there else t)  # the same memory in another order
             targets.append(view)
             if scale != 1.0:
                 scaled.append(view)
