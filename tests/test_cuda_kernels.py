@@ -15,7 +15,7 @@ from tests.contract.world import World, world
 from tests.emulator import product
 from tests.ranks import RankContext, RankPool
 
-Call = Callable[[Stream], None]
+Call = Callable[[Stream], object]
 
 
 class Launches:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,13 +146,22 @@ def test_everything_that_matters_is_in_the_key(
     assert not differs()
 
 
-@pytest.mark.parametrize("damage", [b"", b"bagua_rt kernel 1\n", b"x" * 4000, None])
+DAMAGES: list[Callable[[bytes], bytes]] = [
+    lambda entry: b"",
+    lambda entry: b"bagua_rt kernel 1\n",
+    lambda entry: b"x" * 4000,
+    lambda entry: entry[:-1] + b"?",
+    lambda entry: entry.replace(b"kernel 1", b"kernel 0"),  # another version's format
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_compiled_again(
-    compiler: Compiler, tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
+    compiler: Compiler, tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     KernelCache(Target("sm_90"), tmp_path).binary(SIMPLE)
     (entry,) = tmp_path.iterdir()
-    entry.write_bytes(entry.read_bytes()[:-1] + b"?" if damage is None else damage)
+    entry.write_bytes(damage(entry.read_bytes()))
     again = KernelCache(Target("sm_90"), tmp_path).binary(SIMPLE)
     assert again.startswith(b"2 ")
     assert "damaged" in caplog.text
@@ -178,19 +188,24 @@ def test_a_failed_write_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("target", [Target("sm_90"), Target("compute_90", "ptx")])
 def test_threads_load_a_kernel_once(
-    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
     loads: list[str] = []
+    another = threading.Event()
 
     def get_kernel(name: str) -> object:
         loads.append(name)
+        if len(loads) > 1:
+            another.set()
+        another.wait(0.1)  # time for a second thread to come in, could it
         return object()
 
     code = SimpleNamespace(get_kernel=get_kernel)
-    core = SimpleNamespace(ObjectCode=SimpleNamespace(from_cubin=lambda binary: code))
+    core = SimpleNamespace(ObjectCode=SimpleNamespace(**{f"from_{target.code_type}": lambda binary: code}))
     monkeypatch.setattr(_nvrtc, "_cuda", lambda module: core)
-    cache, kernels = KernelCache(Target("sm_90"), tmp_path), []
+    cache, kernels = KernelCache(target, tmp_path), []
     threads = [threading.Thread(target=lambda: kernels.append(cache.kernel(SIMPLE))) for _ in range(8)]
     for thread in threads:
         thread.start()

@@ -202,7 +202,7 @@ class KernelCache:
             BackendUnavailableError: cuda.core or NVRTC is missing.
         """
         source = variant.source()
-        key = "\0".join((source, _OPTIONS, repr(self.target), nvrtc_version()))
+        key = f"{source}\0{_OPTIONS}\0{nvrtc_version()}"  # the name says the rest
         digest = hashlib.sha256(key.encode()).hexdigest()[:24]
         name = f"{variant.entry()}-{self.target.architecture}-{digest}.{self.target.code_type}"
         path = self._folder / name
