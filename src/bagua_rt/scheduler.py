@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from bagua_rt.algorithms.base import AlgorithmState
 from bagua_rt.backend import Device, Event, Stream
@@ -36,7 +36,7 @@ from bagua_rt.process_group import Communicators
 _log = logging.getLogger("bagua_rt")
 
 _POLL_S = 0.2
-"""How often a waiting rank looks whether another rank has failed, and a loop whether it was asked."""
+"""How often a waiting rank looks whether another rank has failed."""
 
 _quarantine: list[object] = []
 """Memory that an abandoned collective may still write to: never reused, so never freed."""
@@ -47,11 +47,9 @@ class EventLoop:
 
     Args:
         name: The thread's name.
-        now_and_then: Called a few times a second as well, busy or idle.
     """
 
-    def __init__(self, name: str, now_and_then: Callable[[], None]) -> None:
-        self._now_and_then = now_and_then
+    def __init__(self, name: str) -> None:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_closed = False
@@ -75,24 +73,13 @@ class EventLoop:
             self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        due = time.monotonic() + _POLL_S
-        while True:
+        while (callback := self._inbox.get()) is not None:
             try:
-                callback = self._inbox.get(timeout=max(0.0, due - time.monotonic()))
-                if callback is None:
-                    return
-                self._guarded(callback)
-                del callback  # nothing lives on because the loop is idle
-            except Empty:
-                self._guarded(self._now_and_then)
-                due = time.monotonic() + _POLL_S
-
-    def _guarded(self, callback: Callable[[], None]) -> None:
-        try:
-            callback()
-        except Exception:
-            # Callbacks report their own errors to whoever waits for them; one that doesn't is a defect.
-            _log.exception("a callback on the event loop raised")
+                callback()
+            except Exception:
+                # Callbacks report their own errors to whoever waits for them; one that doesn't is a defect.
+                _log.exception("a callback on the event loop raised")
+            del callback  # nothing lives on because the loop is idle
 
 
 class Round:

@@ -71,7 +71,7 @@ class BackgroundRounds:
         return self._layout.state.launch_on is LaunchOn.TIMER
 
     def listen(self) -> None:
-        """On the loop thread, now and then: a departure must be heard of while the store is still there."""
+        """On the ticker's thread: a departure must be heard of while the store is still there."""
         if self._layout.state.interval_s is not None:
             self._control.departures.poll()
 

@@ -474,7 +474,7 @@ class Engine:
             self._local_depth -= 1
 
     def describe(self) -> str:
-        """What this rank is doing, for ranks that wait for it. Called on the loop thread."""
+        """What this rank is doing, for ranks that wait for it. Called on the ticker's thread."""
         generation = self._generation
         if generation is None:
             doing = f"between generations, the last one was {self.generations - 1}"

@@ -1,4 +1,4 @@
-"""What an attachment owns outside of the model: lanes, communicators, a control lane and an event loop."""
+"""What an attachment owns outside of the model: lanes, communicators, a control lane and its threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from bagua_rt.attach.agreement import Line, agree_on
-from bagua_rt.control import Control
+from bagua_rt.control import Control, Ticker
 from bagua_rt.errors import interrupted
 from bagua_rt.process_group import Communicators, ProcessGroup
 from bagua_rt.scheduler import EventLoop, Pipeline
@@ -58,8 +58,9 @@ class Resources:
             self.communicators: Communicators = group.connect(name, group.lanes, hierarchical=True)
             undo.callback(self.communicators.close)
             self._made = lane, self.communicators.world.name.rpartition("/")[0]
-            self.loop = EventLoop(f"bagua_rt/{name}", self._answer)
+            self.loop = EventLoop(f"bagua_rt/{name}")
             undo.callback(self.loop.close)
+            undo.callback(Ticker(f"bagua_rt/{name}/ticker", self._answer).close)
             self._undo = undo.pop_all()
         self.pipeline = Pipeline(
             self.loop,
@@ -75,7 +76,7 @@ class Resources:
             self.control.failures.post(f"rank {self.control.rank} left attach(): {interrupted(error)}")
 
     def _answer(self) -> None:
-        """On the loop thread: tell a rank that waits what this one is doing, and hear what others say."""
+        """On the ticker's thread: tell a rank that waits what this one is doing, and hear what others say."""
         self.control.roll_call.answer(self.describe)
         self.listen()
 
@@ -88,5 +89,5 @@ class Resources:
         self._undo.callback(fn)
 
     def close(self) -> None:
-        """Close everything, the loop first. Idempotent."""
+        """Close everything, the threads first. Idempotent."""
         self._undo.close()

@@ -13,6 +13,7 @@ from bagua_rt.control.lane import Control, PendingMax
 from bagua_rt.control.ledger import NONE, UNSEEN, LedgerEntry, LedgerResult, Place, pack, unpack
 from bagua_rt.control.patience import Patience
 from bagua_rt.control.roll_call import RollCall, told
+from bagua_rt.control.ticker import Ticker
 
 __all__ = [
     "NONE",
@@ -26,6 +27,7 @@ __all__ = [
     "PendingMax",
     "Place",
     "RollCall",
+    "Ticker",
     "pack",
     "told",
     "unpack",

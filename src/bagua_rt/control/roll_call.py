@@ -1,6 +1,6 @@
-"""Who is there, and doing what: asked by a rank that waits, answered by the other ranks' loop threads.
+"""Who is there, and doing what: asked by a rank that waits, answered by a ticker of each other rank.
 
-A loop thread answers while its training thread computes, sleeps or waits itself; so a rank that does not
+It answers while the rank's training thread computes, sleeps or waits itself; so a rank that does not
 answer is dead, stopped, or cut off. Nothing is written unless somebody asks.
 """
 
