@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bagua_rt.backends import _nccl_functions as functions
-from bagua_rt.backends._nccl_config import FIELDS, NEWEST, config_type, make_config
+from bagua_rt.backends._nccl_config import FIELDS, NEWEST, config_type, make_config, make_sim_info
 from bagua_rt.backends._nccl_library import NcclLibrary, version_text
 from bagua_rt.errors import BackendUnavailableError, UsageError
 from tools import nccl_layouts
@@ -93,6 +93,8 @@ class TestConfig:
         config = make_config(library_of(23_501), {"maxCTAs": 4})
         assert bytes(config) == bytes(make_config(library_of(NEWEST), {"maxCTAs": 4}))
         assert (config.size, config.magic, config.version) == (120, 0xCAFEBEEF, NEWEST)
+        assert bytes(make_sim_info(library_of(23_501))) == bytes(make_sim_info(library_of(NEWEST)))
+        assert make_sim_info(library_of(22_700)).version == 22_700
 
     def test_a_field_newer_than_the_library_is_refused_by_name(self) -> None:
         make_config(library_of(23_005), {"graphStreamOrdering": 1})

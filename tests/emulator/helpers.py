@@ -13,10 +13,5 @@ KERNELS = Path(__file__).resolve().parent / "kernels"
 
 def on_emulator(function: Callable[..., object], *args: object, **settings: Any) -> Any:
     """Runs a function in a fresh process on the emulator, and returns its result."""
-    return run_emulated(lambda_free(function), 1, *args, **settings)[0].value
-
-
-def lambda_free(function: Callable[..., object]) -> Callable[..., object]:
-    """Processes find functions by name."""
-    assert "<" not in function.__qualname__, "define the function at module level"
-    return function
+    assert "<" not in function.__qualname__, "processes find functions by name: define it at module level"
+    return run_emulated(function, 1, *args, **settings)[0].value
