@@ -99,6 +99,11 @@ def test_a_rank_that_skips_steps_takes_part_in_the_rounds(pool: RankPool, algori
     on(pool, 3, trained, algorithm, "skipped", zoo.seed_of_today())
 
 
+@pytest.mark.parametrize("algorithm", [ALGORITHMS[0], ALGORITHMS[3]], ids=repr)
+def test_a_trainer_may_call_the_models_parts(pool: RankPool, algorithm: LocalSGD) -> None:
+    on(pool, 3, trained, algorithm, "in parts", zoo.seed_of_today())
+
+
 def held_by_some(ctx: RankContext, seed: int) -> None:
     """Rank 0 has no entries in the first round, and rank 2 has none any more in the second."""
     with group(ctx):

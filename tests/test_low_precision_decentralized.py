@@ -95,6 +95,10 @@ def test_weights_are_those_of_the_simulation(
     on(pool, world_size, trained, interval, hierarchical, how, zoo.seed_of_today())
 
 
+def test_a_trainer_may_call_the_models_parts(pool: RankPool) -> None:
+    on(pool, 2, trained, 1, False, "in parts", zoo.seed_of_today())
+
+
 def replicas(ctx: RankContext, dtype: torch.dtype, start: str, seed: int) -> dict[str, list[bytes]]:
     """After a re-plan in the middle, and a start from ranks that differ."""
     with group(ctx):

@@ -107,6 +107,8 @@ class Trainer:
             with self.run.no_sync():
                 (0.25 * self.model(rank, step, seed)).backward()
             (0.75 * self.model(rank, step, seed)).backward()
+        elif how == "in parts":  # no forward of the model itself
+            self.model.forward(rank, step, seed).backward()
         else:
             self.model(rank, step, seed).backward()
         self.optimizer.step()

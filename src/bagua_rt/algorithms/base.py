@@ -52,7 +52,8 @@ class LaunchOn(Enum):
     STEP_POST = "step_post"
     """The step of the last given optimizer, after it has moved everything; where that does not come (a
     GradScaler's skip), the next forward for training. The round is complete before the next generation,
-    forward, state_dict(), switch or close()."""
+    forward, state_dict(), switch or close(); at once, where the trainer calls the model's parts, and no
+    forward of the model itself tells when."""
 
     TIMER = "timer"
     """`interval_s` after the round before was complete, at the next safe point: when the last given

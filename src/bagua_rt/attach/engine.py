@@ -363,7 +363,7 @@ class Engine:
         if self.state.launch_on is LaunchOn.STEP_POST and (trains or self._stepped):
             self.settle()  # weights that this forward uses must not move under its backward
         if self.is_in_step and not self.pipeline.is_open and self._generation is None:
-            self.layout.follow_the_model()
+            self.layout.follow_the_model(trains=trains)
             self.layout.enter_stage()
         if (
             self.is_synchronised
@@ -458,7 +458,7 @@ class Engine:
         if any(id(each) not in self._stepped for each in self.state.context.optimizers):
             return
         if self._round_after_step_is_due:
-            self._launch_round()
+            (self.settle if self.layout.is_called_in_parts else self._launch_round)()
         elif not self.is_in_step:
             self._stepped.clear()
             self.background.at_safe_point()

@@ -55,6 +55,8 @@ class Layout:
         has_ready_order: Is the plan in the order in which gradients become ready?
         search: The search for the best bucket size, if there was one.
         install_hooks: Called with the parameters that take part; some may have no hook yet, or none any more.
+        is_called_in_parts: Was there a backward without a forward of the model itself before it? The trainer
+            calls its submodules, so no forward tells when the weights must not move any more.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class Layout:
         self.is_confirmed = True
         self.search: BucketSizeSearch | None = None
         self.install_hooks: Callable[[Sequence[int]], None] | None = None
-        self._was_followed = False
+        self.is_called_in_parts = False
+        self._was_called = self._was_followed = False
         self._watch = watch
         self._context = context
         self._pipeline = pipeline
@@ -269,23 +272,28 @@ class Layout:
             for i, name in enumerate(self.names)
         ]
 
-    def follow_the_model(self, before_change: Callable[[], None] | None = None) -> None:
+    def follow_the_model(
+        self, before_change: Callable[[], None] | None = None, *, trains: bool = False
+    ) -> None:
         """Parameters may have been frozen, unfrozen, tied or laid out otherwise since; the plan follows.
 
         Args:
             before_change: Called before the plan changes, if it does.
+            trains: Is this the model's own forward, and a backward may come?
 
         Raises:
             UsageError: they were changed in another way; it ends the attachment on all ranks.
         """
         self._was_followed = True
+        self._was_called |= trains
         if self._watch.has_changed():
             self._follow(before_change)
 
     def follow_into_generation(self) -> None:
         """As `follow_the_model`, with half the look where the forward has just taken a whole one."""
         has_changed = self._watch.takes_others() if self._was_followed else self._watch.has_changed()
-        self._was_followed = False
+        self.is_called_in_parts |= not self._was_called
+        self._was_called = self._was_followed = False
         if has_changed:
             self._follow()
 
