@@ -57,7 +57,7 @@ def software(bench: Bench) -> None:
 
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or "no git"
     system = f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
-    bench.check("bagua_rt", True, f"{bagua_rt.__version__} at {commit}, {system}", python=sys.version)
+    bench.figure("bagua_rt", f"{bagua_rt.__version__} at {commit}, {system}", python=sys.version)
 
 
 def driver(bench: Bench) -> None:
@@ -71,7 +71,7 @@ def driver(bench: Bench) -> None:
     query = "--query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem,compute_mode,mig.mode.current"
     answer = _output("nvidia-smi", query, "--format=csv,noheader")
     if answer:
-        bench.check("nvidia-smi", True, answer)
+        bench.figure("nvidia-smi", answer)
     else:
         bench.skip("nvidia-smi", "not there, or it answered nothing")
 
@@ -83,9 +83,8 @@ def device(bench: Bench) -> None:
     backend = bench.backend()
     raw: Any = vars(backend.device)["raw"]
     capability, properties = raw.compute_capability, raw.properties
-    bench.check(
+    bench.figure(
         "device",
-        True,
         f"{raw.name}, sm_{capability.major}{capability.minor}, {properties.multiprocessor_count} "
         f"multiprocessors, {properties.l2_cache_size >> 20} MiB of L2",
         multiprocessors=properties.multiprocessor_count,
@@ -104,20 +103,23 @@ def device(bench: Bench) -> None:
 
 
 def nvrtc(bench: Bench) -> None:
-    """NVRTC is there, and knows the device."""
-    from bagua_rt.backends._nvrtc import nvrtc_version
+    """NVRTC is there, and compiles for the device."""
+    from bagua_rt.backends._nvrtc import Variant, compile_source, nvrtc_version
 
     cache: Any = vars(bench.backend().kernels)["_cache"]
-    bench.check("NVRTC", True, f"{nvrtc_version()}, compiles for {cache.target.architecture}")
+    code = compile_source(Variant.of("mean_rows", "float32").source(), "mean_rows.cu", cache.target)
+    detail = f"{nvrtc_version()}, {len(code)} bytes of mean_rows for {cache.target.architecture}"
+    bench.check("NVRTC", len(code) > 0, detail)
 
 
 def nccl(bench: Bench) -> None:
     """NCCL is there, and the package's table of ncclConfig_t is its header's, where that can be compiled."""
+    from bagua_rt.backends._nccl_config import OLDEST
     from bagua_rt.backends._nccl_library import find_nccl
     from tools import nccl_layouts
 
     library = find_nccl()
-    bench.check("NCCL", library.version >= 22700, str(library), version=library.version)
+    bench.check("NCCL", library.version >= OLDEST, str(library), version=library.version)
     header = nccl_layouts.installed_header()
     if header is None or shutil.which("gcc") is None:
         bench.skip("nccl.h", "no header beside the wheel" if header is None else "no gcc")

@@ -118,8 +118,7 @@ class UniqueId(ctypes.Structure):
     """ncclUniqueId, which ncclCommInitRankConfig takes by value."""
 
     # typedef struct { char internal[NCCL_UNIQUE_ID_BYTES]; } ncclUniqueId;
-    # Unsigned, because ctypes ends an array of c_char at its first zero byte.
-    _fields_ = (("internal", ctypes.c_ubyte * UNIQUE_ID_BYTES),)
+    _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
 
 
 class Row(NamedTuple):
