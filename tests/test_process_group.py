@@ -25,7 +25,7 @@ from bagua_rt.errors import (
     UsageError,
 )
 from tests.ranks import RankContext, RankPool, rank_environment, run_scripts
-from tests.starting import environment, start, total
+from tests.starting import attempt, environment, start, total
 
 Pools = Callable[[int], "RankPool"]
 
@@ -292,6 +292,20 @@ def init_again(ctx: RankContext, port: int) -> list[float]:
 
 def test_init_again_on_the_same_address(pools: Pools, port: int) -> None:
     assert pools(3).run(init_again, port, timeout=100.0) == [[3.0, 3.0, 2.0], [3.0, 3.0, 2.0], [3.0, 3.0]]
+
+
+def init_twice(ctx: RankContext, port: int) -> tuple[str, float]:
+    group = start(port, ctx.rank, ctx.world_size)
+    text = attempt(port, ctx.rank, ctx.world_size)[1]
+    found = total(group.world, 1.0)
+    process_group.shutdown()
+    return text, found
+
+
+def test_init_before_shutdown_is_refused_on_every_rank_and_the_job_goes_on(pools: Pools, port: int) -> None:
+    for rank, (text, found) in enumerate(pools(2).run(init_twice, port, timeout=60.0)):
+        assert text.startswith(f"rank {rank} is in the job at 127.0.0.1:{port} already")
+        assert found == 2.0
 
 
 def a_store_of_the_caller(ctx: RankContext, port: int) -> list[float]:

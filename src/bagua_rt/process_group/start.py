@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _log = logging.getLogger("bagua_rt")
+_jobs: WeakKeyDictionary[ProcessGroup, Launch] = WeakKeyDictionary()  # by their first groups
 _inherited: list[ProcessGroup] = []  # open in the process that forked this one: kept, so never destroyed here
 
 
@@ -67,6 +69,8 @@ def init(
     config = RuntimeConfig.from_environment()
     launch = rendezvous.overridden(Launch.from_environment(), rank, world_size, local_world_size)
     rendezvous.check_launch(launch, has_store=store is not None)
+    if store is None:
+        _refuse_twice(launch)
     local_rank = launch.local_rank
     if local_rank is None:  # consecutive ranks of one node still get a device each
         local_rank = launch.rank % (launch.local_world_size or launch.world_size)
@@ -87,7 +91,24 @@ def init(
         seats = (seat,) if job.meeting is None else job.meeting.seats
         group = ProcessGroup(job, seats, seat.rank, "job", lanes, owns_job=True)
         undo.pop_all()
+    if store is None:
+        _jobs[group] = launch
     return group
+
+
+def _refuse_twice(launch: Launch) -> None:
+    """Where rank 0 serves the store, one job at a time meets there."""
+    if launch.world_size == 1 or launch.store_is_served:
+        return
+    seats = [
+        (job.master_addr, job.master_port, job.rank) for group, job in _jobs.items() if not group.is_closed
+    ]
+    if (launch.master_addr, launch.master_port, launch.rank) in seats:
+        raise UsageError(
+            f"rank {launch.rank} is in the job at {launch.master_addr}:{launch.master_port} already",
+            expected="one init() in each process, until shutdown()",
+            fix="default_group() gives its group, new_group() makes others; shutdown() before another init()",
+        )
 
 
 def default_group() -> ProcessGroup:
