@@ -124,7 +124,7 @@ int ncclCommFinalize(Comm comm) { record("ncclCommFinalize %llu\n", A(comm)); re
 int ncclCommDestroy(Comm comm) { record("ncclCommDestroy %llu\n", A(comm)); return answer(); }
 int ncclCommAbort(Comm comm) {
   record("ncclCommAbort %llu%s\n", A(comm), inside ? " WHILE A THREAD IS INSIDE" : "");
-  return success;
+  return answer();
 }
 int ncclCommGetAsyncError(Comm comm, int* status) {
   (void)comm;

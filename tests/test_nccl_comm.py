@@ -190,6 +190,23 @@ class TestEnd:
         assert fake.calls() == [f"ncclCommFinalize {COMM}"]
         assert comm.handle == COMM
 
+    def test_nothing_is_finalized_before_a_launch_has_ended_well(self, fake: Fake) -> None:
+        comm = fake.comm()
+        fake.answer(functions.IN_PROGRESS, polls=3, final=functions.REMOTE_ERROR)
+        comm.send(SEND, 1, FLOAT32, 0, STREAM)
+        with pytest.raises(NcclStatusError, match="ncclRemoteError"):
+            comm.close(5)
+        assert [line.split()[0] for line in fake.calls()] == ["ncclSend"]
+
+    @pytest.mark.parametrize("end", ["Destroy", "Abort"])
+    def test_what_ends_badly_is_raised_and_over(self, fake: Fake, end: str) -> None:
+        comm = fake.comm()
+        comm.revoke(5)  # no finalizing, then
+        fake.answer(functions.REMOTE_ERROR)
+        with pytest.raises(NcclStatusError, match=f"ncclComm{end}"):
+            comm.close(5) if end == "Destroy" else comm.abort(5)
+        assert comm.handle == 0
+
     def test_what_nccl_may_still_write_to_is_never_freed(self, fake: Fake) -> None:
         calls: list[Callable[[NcclComm], object]] = [
             lambda comm: comm.split(0, 0, 0.02),
