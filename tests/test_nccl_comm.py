@@ -161,6 +161,18 @@ class TestProgress:
         assert comm.split(None, 0, 5.0) is None
         assert fake.calls()[-1] == f"ncclCommSplit {COMM} -1 0 config NULL"
 
+    @pytest.mark.parametrize("blocking", [False, True])
+    def test_a_child_blocks_as_its_parent_does_unless_told(self, fake: Fake, blocking: bool) -> None:
+        comm = fake.comm(blocking=blocking)
+        options: list[dict[str, int]] = [{}, {"maxCTAs": 3}, {"blocking": not blocking}]
+        children = [comm.split(0, 0, 5.0, **option) for option in options]
+        assert [child and child.blocking for child in children] == [blocking, blocking, not blocking]
+        at, _ = TABLE["versions"]["2.32.3"]["fields"]["blocking"]
+        configs = [
+            bytes.fromhex(line.split()[-1]) for line in fake.calls() if "Split" in line and "NULL" not in line
+        ]
+        assert [config[at] for config in configs] == [blocking, not blocking]
+
     def test_a_child_shares_its_parents_lock(self, fake: Fake) -> None:
         comm = fake.comm()
         child = comm.split(0, 0, 5.0)
@@ -233,6 +245,42 @@ class TestEnd:
         assert names[0] == "ncclCommRevoke"
         assert names[-1] == "ncclCommDestroy"
         assert "ncclCommFinalize" not in names
+
+
+class Watched:
+    """NCCL's functions, and whether a lock was held when they were called."""
+
+    def __init__(self, functions: Any, lock: threading.Lock) -> None:
+        self._functions, self._lock = functions, lock
+        self.was_locked: dict[str, bool] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: object) -> int:
+            self.was_locked[name] = self._lock.locked()
+            status: int = getattr(self._functions, name)(*arguments)
+            return status
+
+        return call
+
+
+def test_every_function_is_called_under_the_lock(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = fake.comm()
+    watched = Watched(comm.nccl.functions, comm._lock)
+    monkeypatch.setattr(comm.nccl, "functions", watched)
+    for fact in ("ncclCommCount", "ncclCommUserRank", "ncclCommCuDevice"):
+        comm.query(fact)
+    comm.deregister(comm.register(SEND, 1))
+    comm.window_deregister(comm.window_register(SEND, 64, 0, 5.0))
+    comm.destroy_op(comm.create_pre_mul_sum(0.5, FLOAT32))
+    comm.poll()
+    child = comm.split(0, 0, 5.0)
+    assert child is not None
+    child.close(5.0)
+    comm.shrink([0], 5.0)
+    comm.revoke(5.0)
+    comm.abort(5.0)
+    assert [name for name, was_locked in watched.was_locked.items() if not was_locked] == []
+    assert len(watched.was_locked) == 16
 
 
 @pytest.mark.parametrize("how", ["call", "prepared"])
