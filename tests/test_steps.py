@@ -16,9 +16,10 @@ from tests.ranks import RankContext, RankPool
 APART = {
     "skipped": "got 1 on rank 1",
     "repeated": "got 3 on rank 1",
-    "lr": "got lr 0.05, momentum 0, weight_decay 0 on rank 1",
+    "lr": "got lr 0.05, momentum 0, weight_decay 0, parameters 2 on rank 1",
     "tensor lr": "got lr 0.05",
     "momentum": "got lr 0.1, momentum 0.5",
+    "parameters": "weight_decay 0, parameters 1 on rank 1",
 }
 
 
@@ -40,6 +41,8 @@ def apart(ctx: RankContext, how: str, kind: str, given: bool) -> dict[str, Any]:
                 settings["lr"].fill_(0.05)
             elif is_odd and how == "momentum":
                 settings["momentum"] = 0.5
+            elif is_odd and how == "parameters":
+                settings["params"].pop()
             if not (is_odd and how == "skipped"):
                 optimizer.step()
             if is_odd and how == "repeated":
@@ -53,7 +56,7 @@ def apart(ctx: RankContext, how: str, kind: str, given: bool) -> dict[str, Any]:
         found["again"] = caught(lambda: wrapped.forward(feed(ctx)))[0]
         wrapped.run.close()
         settings = optimizer.param_groups[0]
-        settings["lr"], settings["momentum"] = 0.1, 0.0
+        settings["lr"], settings["momentum"], settings["params"] = 0.1, 0.0, list(model.parameters())
         wrapped = wrap(kind, model, optimizer)
         for _ in range(2):
             step(False)

@@ -20,6 +20,7 @@ from bagua_rt.attach.agreement import Line
 _SETTINGS = ("lr", "momentum", "betas", "weight_decay")  # what schedulers change
 _LINE_SEARCH = ("t", "func_evals")  # where LBFGS's line search ended, and after how many losses
 _Group = tuple[tuple[str, object], ...]
+_Sizes = tuple[int, ...]  # of each group
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Steps:
     ) -> None:
         self._given = tuple(optimizers)
         self._params = {id(param) for param in params}
-        self._looked_at: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = WeakKeyDictionary()
+        self._looked_at: WeakKeyDictionary[torch.optim.Optimizer, tuple[_Sizes, _Sizes]] = WeakKeyDictionary()
         self.forget()
 
     def forget(self) -> None:
@@ -64,22 +65,27 @@ class Steps:
 
     def count(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` has stepped; nothing, if it holds none of the parameters."""
-        if not self._holds(optimizer):
+        held = self._held(optimizer)
+        if not any(held):
             return
         progress = self._of.get(optimizer) or self._enter(optimizer)
         progress.steps += 1
-        progress.groups = tuple(_values(group, _SETTINGS) for group in optimizer.param_groups)
+        progress.groups = tuple(
+            (*_values(group, _SETTINGS), ("parameters", count))
+            for group, count in zip(optimizer.param_groups, held, strict=True)
+        )
         if isinstance(optimizer, torch.optim.LBFGS):
             states = (optimizer.state[param] for param in optimizer.param_groups[0]["params"])
             progress.groups += tuple(_values(state, _LINE_SEARCH) for state in states if "t" in state)
         self._digest = b""
 
-    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        groups = len(optimizer.param_groups)
+    def _held(self, optimizer: torch.optim.Optimizer) -> _Sizes:
+        """How many of the parameters each group of `optimizer` holds."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        sizes = tuple(map(len, groups))
         looked_at = self._looked_at.get(optimizer)
-        if looked_at is None or looked_at[0] != groups:
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            looked_at = groups, any(id(param) in self._params for param in params)
+        if looked_at is None or looked_at[0] != sizes:
+            looked_at = sizes, tuple(sum(id(param) in self._params for param in group) for group in groups)
             self._looked_at[optimizer] = looked_at
         return looked_at[1]
 
