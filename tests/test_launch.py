@@ -59,6 +59,7 @@ def test_plain_rank_variables_have_no_job_name_and_no_served_store() -> None:
         ({"WORLD_SIZE": "2"}, "RANK is not usable"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is not usable · expected a whole number · got 'one'"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "got '-1'"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is not usable · expected a whole number, 1 or more"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT is not usable"),
     ],
 )

@@ -128,12 +128,14 @@ class Launch:
         )
 
 
-def _integer(environ: Mapping[str, str], name: str, fix: str = "start with torchrun, srun or mpirun") -> int:
+def _integer(
+    environ: Mapping[str, str], name: str, fix: str = "start with torchrun, srun or mpirun", *, least: int = 0
+) -> int:
     text = environ.get(name, "")
-    if not re.fullmatch(r"\d+", text.strip()):
+    if not re.fullmatch(r"\d+", text.strip()) or int(text) < least:
         raise UsageError(
             f"the environment variable {name} is not usable",
-            expected="a whole number",
+            expected="a whole number" + f", {least} or more" * (least > 0),
             got=repr(text) if name in environ else "nothing: it is not set",
             fix=fix,
         )
@@ -150,7 +152,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     return Launch(
         launcher="torchrun",
         rank=_integer(environ, "RANK", "set RANK and WORLD_SIZE both, or neither"),
-        world_size=_integer(environ, "WORLD_SIZE", "set RANK and WORLD_SIZE both, or neither"),
+        world_size=_integer(environ, "WORLD_SIZE", "set RANK and WORLD_SIZE both, or neither", least=1),
         local_rank=_optional_integer(environ, "LOCAL_RANK"),
         local_world_size=_optional_integer(environ, "LOCAL_WORLD_SIZE"),
         master_addr=environ.get("MASTER_ADDR"),
@@ -171,7 +173,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
     return Launch(
         launcher="slurm",
         rank=_integer(environ, "SLURM_PROCID"),
-        world_size=_integer(environ, size),
+        world_size=_integer(environ, size, least=1),
         local_rank=_optional_integer(environ, "SLURM_LOCALID"),
         local_world_size=local_sizes[node] if node is not None and node < len(local_sizes) else None,
         master_addr=environ.get("MASTER_ADDR") or first_host(nodes) or None,
@@ -181,7 +183,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
 
 
 def _openmpi(environ: Mapping[str, str]) -> Launch:
-    world_size = _integer(environ, "OMPI_COMM_WORLD_SIZE")
+    world_size = _integer(environ, "OMPI_COMM_WORLD_SIZE", least=1)
     local_size = _optional_integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
     one_node = local_size == world_size
