@@ -55,7 +55,7 @@ def test_plain_rank_variables_have_no_job_name_and_no_served_store() -> None:
 @pytest.mark.parametrize(
     ("environ", "text"),
     [
-        ({"RANK": "1"}, "WORLD_SIZE is not usable · expected a whole number · got nothing: it is not set"),
+        ({"RANK": "1"}, "WORLD_SIZE is not usable · expected a whole number, 1 or more · got nothing"),
         ({"WORLD_SIZE": "2"}, "RANK is not usable"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is not usable · expected a whole number · got 'one'"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "got '-1'"),
