@@ -98,7 +98,7 @@ CALLER: Any = None  # the stream of the thread that calls
 
 def gloo() -> CpuKernels:
     """The gloo backend's own operations, done at once."""
-    device: Any = SimpleNamespace(run=lambda stream, operation: operation())
+    device: Any = SimpleNamespace(run=lambda stream, operation: operation(), record=lambda stream: None)
     return CpuKernels(device)
 
 
