@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -286,6 +287,31 @@ def test_a_posted_failure_reaches_the_ranks_that_wait(pools: Callable[[int], Ran
         assert f"rank {rank} waited for agreement 1 (never) on job/test#1" in answers[rank][0]
         assert "got rank 1: the disk is full" in answers[rank][0]
         assert answers[rank][1] < 2.0  # 0.1 s on a machine of one's own
+
+
+def one_rank_posts_and_goes(ctx: RankContext, by_ledger: bool) -> str:
+    """The connections may end before a rank that waits has looked for news."""
+    group, lane = lane_of(ctx)
+    with group:
+        lane.agree("start")
+        if ctx.rank == 1:
+            lane.failures.post("rank 1: the disk is full")
+            lane.close()
+            ctx.store().set("gone", "1")
+            return ""
+        ctx.store().wait(["gone"], timedelta(seconds=20))
+        vector = torch.zeros(4, dtype=torch.uint8)
+        with pytest.raises(PeerError) as caught:
+            lane.launch_max(vector).wait() if by_ledger else lane.agree("never")
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("by_ledger", [True, False])
+def test_a_rank_that_posted_a_failure_and_is_gone_is_heard(
+    pools: Callable[[int], RankPool], by_ledger: bool
+) -> None:
+    text, _ = pools(2).run(one_rank_posts_and_goes, by_ledger, timeout=100.0)
+    assert "rank 1: the disk is full" in text
 
 
 def one_rank_never_comes(ctx: RankContext) -> str:

@@ -288,7 +288,8 @@ class Control:
                 if type(error) is not RuntimeError and not isinstance(error, _DistError):
                     raise  # a signal handler's
                 if has_ended:
-                    raise _peer_error(what, error, patience.who_is_there()) from error
+                    others = self.failures.poll() or patience.who_is_there()  # who went may have said why
+                    raise _peer_error(what, error, others) from error
             has_ended = work.is_completed()
             if not has_ended:  # else with an error, or well, just after the wait was over: the next one tells
                 patience.look()
@@ -344,7 +345,7 @@ class Control:
         try:
             return call()
         except RuntimeError as error:
-            raise self._fail(_peer_error(what, error, "")) from error
+            raise self._fail(_peer_error(what, error, self.failures.poll() or "")) from error
 
     def _gather(self, record: torch.Tensor, what: str, pace: Pace) -> list[bytes]:
         out = torch.empty(self.world_size * _RECORD_BYTES, dtype=torch.uint8, device="cpu")
