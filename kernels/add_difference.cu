@@ -1,5 +1,6 @@
 // add_difference: what an asynchronous average gives to weights that moved on meanwhile.
-//   x = narrow(x + (mean - y)), y being the copy of x that entered the mean
+//   x = narrow(x + (mean - y)), y being the copy of x that entered the mean; mean itself, bit for
+//   bit, where x is still y
 // Shapes:  x, mean and y, all [n].
 // Options: DTYPE (Float16, BFloat16, Float32, Float64). Computed in float32, float64 for
 //          Float64.
@@ -21,8 +22,11 @@ NAMED(add_difference, DTYPE)
     Vec<Raw, W> own = load<W>(x + i);
     const Vec<Raw, W> m = load<W>(mean + i), old = load<W>(y + i);
     for (int j = 0; j < W; j++) {
-      const Wide moved = sub_rn(DTYPE::widen(m.v[j]), DTYPE::widen(old.v[j]));
-      own.v[j] = DTYPE::narrow(add_rn(DTYPE::widen(own.v[j]), moved));
+      const Wide now = DTYPE::widen(own.v[j]), before = DTYPE::widen(old.v[j]);
+      if (now == before)
+        own.v[j] = m.v[j];
+      else
+        own.v[j] = DTYPE::narrow(add_rn(now, sub_rn(DTYPE::widen(m.v[j]), before)));
     }
     store<W>(x + i, own);
   });

@@ -38,7 +38,7 @@ static char stacks[THREADS][STACK];
 static ucontext_t scheduler;
 static int current;
 static long long integers[10];
-static double real;
+static double reals[2];
 static void (*body)();
 
 static void yield(State state) {
@@ -48,9 +48,10 @@ static void yield(State state) {
 static void enter() {
     // Integers and reals travel in separate registers, so a kernel finds its own among these.
     typedef void (*Kernel)(long long, long long, long long, long long, long long, long long, long long, long long,
-                           long long, long long, double);
+                           long long, long long, double, double);
     const long long* a = integers;
-    reinterpret_cast<Kernel>(body)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], real);
+    reinterpret_cast<Kernel>(body)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], reals[0],
+                                   reals[1]);
     yield(DONE);
 }
 static unsigned long long exchange(unsigned long long value, int source_lane) {
@@ -163,11 +164,11 @@ HOOK __tsan_func_exit() {}
 HOOK __ubsan_handle_out_of_bounds(void*, void*) { outside++; }
 HOOK __ubsan_handle_type_mismatch_v1(void*, void*) { misaligned++; }
 
-HOOK launch(void (*kernel)(), unsigned blocks, const long long* integers, double real, const host::Range* ranges,
-            int range_count) {
+HOOK launch(void (*kernel)(), unsigned blocks, const long long* integers, const double* reals,
+            const host::Range* ranges, int range_count) {
     memcpy(host::integers, integers, sizeof host::integers);
     host::body = kernel;
-    host::real = real;
+    memcpy(host::reals, reals, sizeof host::reals);
     host::ranges = ranges;
     host::range_count = range_count;
     host::latest = 0;

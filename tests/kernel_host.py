@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def launch(
     variant: Variant,
     *arguments: torch.Tensor | int,
     blocks: int,
-    real: float = 0.0,
+    reals: Sequence[float] = (),
     operation: str = "",
     reached: Iterable[torch.Tensor] = (),
 ) -> None:
@@ -78,7 +78,7 @@ def launch(
 
     Args:
         arguments: Tensors and integers, in the kernel's own order.
-        real: The kernel's one float, if it has any.
+        reals: The kernel's floats, two at most.
         operation: The kernel's name, where a file has several.
         reached: What it finds in a table of addresses.
     """
@@ -95,7 +95,7 @@ def launch(
         kernel,
         ctypes.c_uint(blocks),
         (ctypes.c_longlong * 10)(*values),
-        ctypes.c_double(real),
+        (ctypes.c_double * 2)(*reals),
         (ctypes.c_longlong * len(ranges))(*ranges),
         len(tensors),
     )

@@ -51,14 +51,16 @@ def mean_rows(rows: Wide) -> Wide:
     return total
 
 
-def ring_difference(x: Wide, left: Wide, right: Wide, weights: Wide) -> Wide:
-    third = x.dtype.type(1) / x.dtype.type(3)
-    difference: Wide = (x - weights) + ((left - weights) + (right - weights)) * third
+def ring_difference(
+    x: Wide, left: Wide, right: Wide, weights: Wide, *, shares: tuple[float, float] = (1 / 3, 1 / 3)
+) -> Wide:
+    of_left, of_right = map(x.dtype.type, shares)
+    difference: Wide = (x - weights) + (left - weights) * of_left + (right - weights) * of_right
     return difference
 
 
 def add_difference(x: Wide, mean: Wide, y: Wide) -> Wide:
-    moved: Wide = x + (mean - y)
+    moved: Wide = np.where(x == y, mean, x + (mean - y))
     return moved
 
 

@@ -138,7 +138,7 @@ def test_copies(
     pairs = list(zip(sources, bucket.split(lengths), strict=True))
     table, count, tiles = spans(pairs)
     variant, reached = Variant.of(operation, name(source), name(target)), [bucket, *sources]
-    launch(variant, table, count, tiles, blocks=blocks, real=scale, reached=reached)
+    launch(variant, table, count, tiles, blocks=blocks, reals=[scale], reached=reached)
     for tensor, view in pairs:
         if operation == "copy_in":
             assert same_bits(view, oracles.copy_in(tensor, target, scale))
@@ -163,7 +163,7 @@ def test_copy_in_scales_a_view_in_place_and_serves_thousands(dtype: torch.dtype)
     before = bucket.clone()
     table, count, tiles = spans([(view, view) for view in bucket.split(lengths)])
     variant = Variant.of("copy_in", name(dtype), name(dtype))
-    launch(variant, table, count, tiles, blocks=7, real=1 / 3, reached=[bucket])
+    launch(variant, table, count, tiles, blocks=7, reals=[1 / 3], reached=[bucket])
     assert same_bits(bucket, oracles.copy_in(before, dtype, 1 / 3))
     memory.check()
 
@@ -189,14 +189,23 @@ def test_ring_and_add_difference(
     dtype: torch.dtype, n: int, kind: str, seed: int, offset: int, apart: list[bool], blocks: int
 ) -> None:
     memory = Buffers()
-    at = [offset + 3 * is_apart for is_apart in apart]
+    at, shares = [offset + 3 * is_apart for is_apart in apart], (1 / 3, 1 / (3 + seed % 5))
     x, left, right, weights = (memory.put(numbers(kind, (n,), dtype, seed + i), at[i]) for i in range(4))
     out = memory.empty((n,), dtype, at[4])
-    launch(Variant.of("ring_difference", name(dtype)), x, left, right, weights, out, n, blocks=blocks)
+    variant = Variant.of("ring_difference", name(dtype))
+    launch(variant, x, left, right, weights, out, n, blocks=blocks, reals=shares)
     wides = [oracles.wide(t) for t in (x, left, right, weights)]
-    assert same_bits(out, oracles.narrow(oracles.ring_difference(*wides), dtype))
+    assert same_bits(out, oracles.narrow(oracles.ring_difference(*wides, shares=shares), dtype))
+    own = x.clone()
+    gloo().ring_difference(own, left, right, weights, shares, CALLER)
+    assert same_bits(own, out)
+    right[::3] = x[::3]  # has not moved
+    wides[2] = oracles.wide(right)
+    own = x.clone()
+    gloo().add_difference(own, left, right, CALLER)
     launch(Variant.of("add_difference", name(dtype)), x, left, right, n, blocks=blocks)
     assert same_bits(x, oracles.narrow(oracles.add_difference(*wides[:3]), dtype))
+    assert same_bits(own, x)
     memory.check()
 
 
@@ -204,10 +213,10 @@ def test_ring_difference_is_the_formula_and_zero_where_nothing_moved() -> None:
     x = torch.randn(1000, dtype=torch.float64)
     left, right, weights = (x + 1e-3 * torch.randn(1000, dtype=torch.float64) for _ in range(3))
     out, same = torch.empty_like(x), torch.empty_like(x)
-    variant = Variant.of("ring_difference", "float64")
-    launch(variant, x, left, right, weights, out, 1000, blocks=1)
+    variant, thirds = Variant.of("ring_difference", "float64"), (1 / 3, 1 / 3)
+    launch(variant, x, left, right, weights, out, 1000, blocks=1, reals=thirds)
     torch.testing.assert_close(out, x + left / 3 + right / 3 - weights * (5 / 3), rtol=1e-12, atol=1e-14)
-    launch(variant, x, x, x, x, same, 1000, blocks=1)
+    launch(variant, x, x, x, x, same, 1000, blocks=1, reals=thirds)
     assert (same == 0).all()
 
 

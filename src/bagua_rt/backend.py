@@ -234,6 +234,31 @@ class Kernels(Protocol):
         """
         ...
 
+    def ring_difference(
+        self,
+        x: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        agreed: torch.Tensor,
+        shares: tuple[float, float],
+        stream: Stream,
+    ) -> None:
+        """``x = (x - agreed) + (left - agreed) * shares[0] + (right - agreed) * shares[1]``.
+
+        Every operation is rounded, in float32 at least; so it is 0 where all four are equal.
+
+        **Shapes:** all ``[n]`` and contiguous, in one dtype: float32, float16, bfloat16 or float64.
+        **Source:** Tang et al. 2018, "Communication Compression for Decentralized Training", DCD-PSGD.
+        """
+        ...
+
+    def add_difference(self, x: torch.Tensor, mean: torch.Tensor, y: torch.Tensor, stream: Stream) -> None:
+        """``x += mean - y``; `mean` itself, bit for bit, where x is still y.
+
+        **Shapes:** all contiguous and of one shape, in one dtype: float32, float16, bfloat16 or float64.
+        """
+        ...
+
 
 class Work(Protocol):
     """A collective that was launched."""

@@ -259,6 +259,26 @@ def minmax(ctx: RankContext, backend: str) -> None:
                         torch.testing.assert_close(ours.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
+def differences(ctx: RankContext, backend: str) -> None:
+    """Bit for bit the oracle's, on every backend, at every alignment of 16 bytes and with nothing to do."""
+    with world(ctx, backend) as w:
+        kernels, dev, shares = w.backend.kernels, w.device.torch_device, (1 / 3, 1 / 6)
+        for offset, stream in enumerate((w.device.compute_stream(), w.lanes[0])):
+            for dtype in FLOATS:
+                for n in (0, 1, 7, 5000):
+                    given = [torch.randn(n).to(dtype) for _ in range(4)]
+                    given[2][::3] = given[0][::3]  # has not moved
+                    wide = [oracles.wide(t) for t in given]
+                    x, left, right, agreed = (shifted(t.to(dev), offset) for t in given)
+                    own = shifted(x, offset)
+                    kernels.ring_difference(x, left, right, agreed, shares, stream)
+                    kernels.add_difference(own, left, right, stream)
+                    w.device.synchronize(w.device.record(stream))
+                    ring = oracles.narrow(oracles.ring_difference(*wide, shares=shares), dtype)
+                    assert same_bits(x.cpu(), ring)
+                    assert same_bits(own.cpu(), oracles.narrow(oracles.add_difference(*wide[:3]), dtype))
+
+
 def memory_stays(ctx: RankContext, backend: str) -> None:
     """What a kernel reads and writes lives until it has run, and no longer, whoever has dropped it."""
     with world(ctx, backend) as w:
@@ -295,6 +315,11 @@ def memory_stays(ctx: RankContext, backend: str) -> None:
             ),
             (kernels.minmax_decode, lambda: [encoded(), zeros(rows, columns)]),
             (kernels.minmax_decode_mean, lambda: [encoded(), zeros(columns)]),
+            (
+                lambda x, l, r, w, *a: kernels.ring_difference(x, l, r, w, (0.5, 0.25), *a),  # noqa: E741
+                lambda: [zeros(columns) for _ in range(4)],
+            ),
+            (kernels.add_difference, lambda: [zeros(columns) for _ in range(3)]),
         ]
         for call, make in calls:
             gate, tensors = threading.Event(), make()
@@ -309,6 +334,6 @@ def memory_stays(ctx: RankContext, backend: str) -> None:
             assert settled(lambda memory=memory: sum(each() is not None for each in memory), 0) == 0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("fn", [copies, copies_again, signs, minmax, memory_stays])
+@pytest.mark.parametrize("fn", [copies, copies_again, signs, minmax, differences, memory_stays])
 def test_kernels(pools: Pools, backend: str, fn: Callable[..., None]) -> None:
     pools(1).run(fn, backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from . import build, emulator
 
 OPERATIONS = (
     *("copy_in", "copy_out", "sign_encode", "sign_decode", "sign_decode_mean"),
-    *("minmax_encode", "minmax_decode", "minmax_decode_mean"),
+    *("minmax_encode", "minmax_decode", "minmax_decode_mean", "ring_difference", "add_difference"),
 )
 
 
@@ -23,13 +24,18 @@ def kernels(
     """A folder of the texts that the product has compiled, for g++; of some element types, or of all."""
     from bagua_rt.backends._nvrtc import variants
 
-    folder = build.cache_directory() / name
+    texts = {
+        variant.entry(): variant.source()
+        for variant in variants()
+        if variant.operation in operations and (not elements or set(variant.elements) <= set(elements))
+    }
+    digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]
+    folder = build.cache_directory() / f"{name}-{digest}"  # other texts, as another checkout's, lie elsewhere
     folder.mkdir(parents=True, exist_ok=True)
-    for variant in variants():
-        if variant.operation in operations and (not elements or set(variant.elements) <= set(elements)):
-            path, text = folder / f"{variant.entry()}.cu", variant.source()
-            if not path.exists() or path.read_text() != text:
-                path.write_text(text)
+    for entry, text in texts.items():
+        path = folder / f"{entry}.cu"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
     return folder
 
 

@@ -93,14 +93,14 @@ def codecs(place: Workplace, dtype: torch.dtype, numel: int, stream: Stream) -> 
 def elementwise(place: Workplace, dtype: torch.dtype, numel: int, _: Stream) -> dict[str, Moved]:
     """mean_rows, ring_difference and add_difference."""
     device, size = place.device.torch_device, dtype.itemsize
-    columns, units = numel // ROWS // 8 * 8, -(-numel * size // 4096)
+    columns = numel // ROWS // 8 * 8
     rows = torch.ones(ROWS, columns, dtype=dtype, device=device)
     mean = torch.empty(columns, dtype=dtype, device=device)
-    x, left, right, weights, out = (torch.zeros(numel, dtype=dtype, device=device) for _ in range(5))
-    launch = place.launch
-    average = partial(launch, "mean_rows", dtype, -(-columns * size // 4096), rows, mean, ROWS, columns)
-    ring = partial(launch, "ring_difference", dtype, units, x, left, right, weights, out, numel)
-    add = partial(launch, "add_difference", dtype, units, x, left, right, numel)
+    x, left, right, weights = (torch.zeros(numel, dtype=dtype, device=device) for _ in range(4))
+    units, kernels, stream = -(-columns * size // 4096), place.kernels, place.stream
+    average = partial(place.launch, "mean_rows", dtype, units, rows, mean, ROWS, columns)
+    ring = partial(kernels.ring_difference, x, left, right, weights, (1 / 3, 1 / 3), stream)
+    add = partial(kernels.add_difference, x, left, right, stream)
     return {
         f"mean_rows of {ROWS} {short(dtype)}": Moved(average, rows.nbytes + mean.nbytes),
         f"ring_difference {short(dtype)}": Moved(ring, 5 * numel * size),

@@ -233,13 +233,14 @@ def elementwise(dtype: torch.dtype, place: Workplace) -> list[Tally]:
         right = oracles.narrow(oracles.mean_rows(oracles.wide(rows)), dtype)
         mean.compare(f"{n}", place.read(f"{n} mean", out), right)
         given = [numbers(f"{label} {part}", (n,), dtype) for part in range(4)]
-        x, left, other, weights = (place.put(t, i * (n % 2)) for i, t in enumerate(given))
+        x, left, other, weights, copy = (
+            place.put(t, i % 4 * (n % 2)) for i, t in enumerate([*given, given[0]])
+        )
         wides = [oracles.wide(t) for t in given]
-        out = place.empty((n,), dtype, n % 2)
-        place.launch("ring_difference", dtype, units, x, left, other, weights, out, n)
-        right = oracles.narrow(oracles.ring_difference(*wides), dtype)
-        ring.compare(f"{n}", place.read(f"{n} ring", out), right)
-        place.launch("add_difference", dtype, units, x, left, other, n)
+        place.kernels.ring_difference(copy, left, other, weights, (1 / 3, 1 / 6), place.stream)
+        right = oracles.narrow(oracles.ring_difference(*wides, shares=(1 / 3, 1 / 6)), dtype)
+        ring.compare(f"{n}", place.read(f"{n} ring", copy), right)
+        place.kernels.add_difference(x, left, other, place.stream)
         right = oracles.narrow(oracles.add_difference(*wides[:3]), dtype)
         add.compare(f"{n}", place.read(f"{n} add", x), right)
     return [mean, ring, add]

@@ -107,9 +107,8 @@ class _State(AlgorithmState):
             x = torch.empty_like(y)
             kernels.copy_in(weights, views_in(x, bucket), 1.0, compute)
             # What has not moved takes the mean as it is: those ranks are bit-equal there.
-            has_moved = x != y
-            torch.where(has_moved, (mean - y).add_(x), mean, out=mean)
-            kernels.copy_out(views_in(mean, bucket), weights, compute)
+            kernels.add_difference(_real(x), _real(mean), _real(y), compute)
+            kernels.copy_out(views_in(x, bucket), weights, compute)
 
     def state_dict(self) -> dict[str, Any]:
         return {"generations": self._generations}
@@ -121,3 +120,7 @@ class _State(AlgorithmState):
         # After the warm-up ranks count for themselves, but then the warm-up is over in every file.
         self.load_state_dict(state)
         return ""
+
+
+def _real(t: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(t) if t.is_complex() else t

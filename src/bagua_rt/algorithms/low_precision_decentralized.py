@@ -77,8 +77,8 @@ class _Ring:
         self._numel = numel
         self._left_rank, self._right_rank = (rank - 1) % n, (rank + 1) % n
         # min() makes the mixing symmetric in (rank, neighbour), so that the mean over *ranks* is kept.
-        self._left_share = min(1.0, sizes[self._left_rank] / sizes[rank]) / 3
-        self._right_share = min(1.0, sizes[self._right_rank] / sizes[rank]) / 3
+        of_left = min(1.0, sizes[self._left_rank] / sizes[rank]) / 3
+        self._shares = of_left, min(1.0, sizes[self._right_rank] / sizes[rank]) / 3
         self.agreed = torch.zeros_like(flat)
         self.left = torch.zeros_like(flat)
         self.right = self.left if n == 2 else torch.zeros_like(flat)
@@ -98,7 +98,7 @@ class _Ring:
     ) -> None:
         """Replace `flat`, the local weights, by the mixed ones. **Stream:** queued on `stream`."""
         mine, left, right = self._wires
-        device.run(stream, lambda: self._take_difference_(flat))
+        kernels.ring_difference(flat, self.left, self.right, self.agreed, self._shares, stream)
         kernels.minmax_encode(flat.unsqueeze(0), self._numel, 0, mine.unsqueeze(0), stream)
         comm.send_recv(mine, self._right_rank, left, self._left_rank, stream=stream)
         if self.right is not self.left:
@@ -107,16 +107,6 @@ class _Ring:
         else:
             kernels.minmax_decode(self._wires[:2], self._decoded[:2], stream)
         device.run(stream, lambda: self._add_differences_(flat))
-
-    @torch.no_grad()
-    def _take_difference_(self, x: torch.Tensor) -> None:
-        # Differences first: the rounding of 5/3 W would drown a small one, in 16 bits above all.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        agreed = self.agreed.to(wide)
-        difference = x.to(wide) - agreed
-        difference.add_(self.left.to(wide) - agreed, alpha=self._left_share)
-        difference.add_(self.right.to(wide) - agreed, alpha=self._right_share)
-        x.copy_(difference)
 
     @torch.no_grad()
     def _add_differences_(self, x: torch.Tensor) -> None:

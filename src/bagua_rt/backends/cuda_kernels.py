@@ -134,6 +134,34 @@ class CudaKernels:
         self._launch(own, variant, blocks, (wire.data_ptr(), out.data_ptr(), rows, columns))
         self._device.record_holding(own, (wire, out))
 
+    def ring_difference(
+        self,
+        x: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        agreed: torch.Tensor,
+        shares: tuple[float, float],
+        stream: Stream,
+    ) -> None:
+        """``x = (x - agreed) + (left - agreed) * shares[0] + (right - agreed) * shares[1]``."""
+        own, tensors = self._device.stream(stream), (x, left, right, agreed, x)
+        pointers = tuple(map(torch.Tensor.data_ptr, tensors))
+        self._launch(
+            own, self._variant("ring_difference", x.dtype), self._packs(x), (*pointers, x.numel(), *shares)
+        )
+        self._device.record_holding(own, tensors)
+
+    def add_difference(self, x: torch.Tensor, mean: torch.Tensor, y: torch.Tensor, stream: Stream) -> None:
+        """``x += mean - y``; `mean` itself, bit for bit, where x is still y."""
+        own, tensors = self._device.stream(stream), (x, mean, y)
+        pointers = tuple(map(torch.Tensor.data_ptr, tensors))
+        self._launch(own, self._variant("add_difference", x.dtype), self._packs(x), (*pointers, x.numel()))
+        self._device.record_holding(own, tensors)
+
+    def _packs(self, t: torch.Tensor) -> int:
+        """Blocks of a kernel whose threads take 16 bytes at a time."""
+        return self._blocks(-(-t.nbytes // (16 * THREADS)))
+
     def _scratch(self, stream: CudaStream, size_bytes: int) -> torch.Tensor:
         """Memory that belongs to `stream`, the same each time: its kernels run one after the other.
 

@@ -76,6 +76,22 @@ class CpuKernels:
         """``out = mean over k of row k``, in row order."""
         self._device.run(stream, lambda: _codec_cpu.minmax_decode_mean(wire, out))
 
+    def ring_difference(
+        self,
+        x: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        agreed: torch.Tensor,
+        shares: tuple[float, float],
+        stream: Stream,
+    ) -> None:
+        """``x = (x - agreed) + (left - agreed) * shares[0] + (right - agreed) * shares[1]``."""
+        self._device.run(stream, lambda: _ring_difference(x, (left, right), agreed, shares))
+
+    def add_difference(self, x: torch.Tensor, mean: torch.Tensor, y: torch.Tensor, stream: Stream) -> None:
+        """``x += mean - y``; `mean` itself where x is still y."""
+        self._device.run(stream, lambda: _add_difference(x, mean, y))
+
 
 @torch.no_grad()
 def _copy_in(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], scale: float) -> None:
@@ -148,3 +164,22 @@ def _sign_decode_mean(wire: torch.Tensor, out: torch.Tensor) -> None:
     for k in range(1, rows):
         total.add_(_row(wire, k, out.numel()))
     out.copy_(total.div_(rows))
+
+
+@torch.no_grad()
+def _ring_difference(
+    x: torch.Tensor, sides: Sequence[torch.Tensor], agreed: torch.Tensor, shares: Sequence[float]
+) -> None:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    middle = agreed.to(wide)
+    difference = x.to(wide) - middle
+    for side, share in zip(sides, shares, strict=True):
+        difference += (side.to(wide) - middle).mul_(share)
+    x.copy_(difference)
+
+
+@torch.no_grad()
+def _add_difference(x: torch.Tensor, mean: torch.Tensor, y: torch.Tensor) -> None:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    moved = (mean.to(wide) - y.to(wide)).add_(x)
+    x.copy_(torch.where(x == y, mean.to(wide), moved))
