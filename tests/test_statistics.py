@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,38 @@ def test_the_variable_traces_whole_runs(pool: RankPool, tmp_path: Path) -> None:
         assert [file.name for file in files] == names, "one for each attachment"
         events = json.loads(files[0].read_text())["traceEvents"]
         assert len([event for event in events if event["ph"] == "X"]) == count == 2 * 3
+
+
+def traced_in_parts(ctx: RankContext, folder: str, whole: bool) -> None:
+    """Rounds 1 and 3 of 5 are parts of their own."""
+    if whole:
+        os.environ["BAGUA_RT_TRACE_DIR"] = f"{folder}/whole"
+    try:
+        with group(ctx):
+            run = bagua.attach(model := Three())
+            for number in range(5):
+                part = run.tracing(f"{folder}/parts/{number}.v1.json") if number in (1, 3) else nullcontext()
+                with part:
+                    model(torch.ones(1)).sum().backward()
+            run.close()
+    finally:
+        os.environ.pop("BAGUA_RT_TRACE_DIR", None)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_part_is_traced_by_itself(pool: RankPool, world_size: int, whole: bool, tmp_path: Path) -> None:
+    def rounds(path: Path) -> set[int]:
+        events = json.loads(path.read_text())["traceEvents"]
+        return {event["args"]["round"] for event in events if event["ph"] == "X"}
+
+    on(pool, world_size, traced_in_parts, str(tmp_path), whole)
+    for rank in range(world_size):
+        own = f".rank{rank}" if world_size > 1 else ""
+        for number in (1, 3):
+            assert rounds(tmp_path / "parts" / f"{number}.v1{own}.json") == {number}
+        if whole:
+            assert rounds(tmp_path / "whole" / f"model0.rank{rank}.json") == set(range(5))
 
 
 def test_a_folder_that_takes_no_trace_fails_no_training(pool: RankPool, tmp_path: Path) -> None:

@@ -118,14 +118,16 @@ class Trace:
         """What was recorded, oldest first."""
         return tuple(self._spans)
 
-    def write_chrome(self, path: str | Path) -> Path:
+    def write_chrome(self, path: str | Path, *, since_us: float = -math.inf) -> Path:
         """Write the spans as a Chrome trace.
 
         Beside the events it has `world_size`, `host`, and `clock_start_us`, the Unix time at which the host's
         clock was 0: it brings the traces of several hosts onto one timeline, as well as their clocks agree.
 
         Args:
-            path: A file, or a folder, which gets ``{name}.rank{rank}.json``.
+            path: A folder, which gets ``{name}.rank{rank}.json``; or a file that ends in ``.json``, where
+                several ranks write one each, with ``.rank{rank}`` before that unless its name says the rank.
+            since_us: Leave out what began before, on the host clock.
 
         Returns:
             The file written.
@@ -134,10 +136,14 @@ class Trace:
             OSError: it can't be written.
         """
         path = Path(path)
-        if path.is_dir() or not path.suffix:
-            path.mkdir(parents=True, exist_ok=True)
-            path = path / f"{self._name}.rank{self._rank}.json"
-        tracks = sorted({span.track for span in self._spans})
+        rank = f"rank{self._rank}"
+        if path.suffix != ".json" or path.is_dir():
+            path = path / f"{self._name}.{rank}.json"
+        elif self._world_size > 1 and rank not in path.stem:
+            path = path.with_name(f"{path.stem}.{rank}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        spans = [span for span in self._spans if span.start_us >= since_us]
+        tracks = sorted({span.track for span in spans})
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": self._rank, "name": "process_name", "args": {"name": f"rank {self._rank}"}}
         ]
@@ -155,7 +161,7 @@ class Trace:
                 "dur": span.end_us - span.start_us,
                 "args": span.details,
             }
-            for span in self._spans
+            for span in spans
         ]
         clock_start_us = (time.time_ns() - time.perf_counter_ns()) / 1000
         about = {"world_size": self._world_size, "host": socket.gethostname()}

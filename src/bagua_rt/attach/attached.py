@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -250,23 +251,26 @@ class Attached:
 
     @contextmanager
     def tracing(self, path: str | Path) -> Iterator[Trace]:
-        """Record spans inside, then write one Chrome trace per rank.
+        """Record spans inside, then write one Chrome trace of them per rank.
 
         Args:
-            path: A file, or a folder, which gets one file per rank.
+            path: A folder, or a file that ends in ``.json``; each rank writes one of its own, see
+                `Trace.write_chrome`.
 
         Raises:
             OSError: the file can't be written.
             CollectiveError: with ``commit="stream"``, the last communication failed.
         """
         attachment = self._open()
+        was_on, began_us = attachment.trace.is_on, time.perf_counter_ns() / 1000
         attachment.start_trace()
         try:
             yield attachment.trace
             attachment.engine.pipeline.confirm()  # where only the device has waited, the last round is unseen
         finally:
-            attachment.stop_trace()
-            attachment.trace.write_chrome(path)
+            if not was_on:  # else the whole run is traced
+                attachment.stop_trace()
+            attachment.trace.write_chrome(path, since_us=began_us)
 
     def no_sync(self) -> Any:
         """Within this context manager backwards accumulate locally; may be nested.
