@@ -136,6 +136,20 @@ def test_first_bucket_is_small_and_a_giant_does_not_hold_up_what_came_before() -
     assert [each.nbytes for each in plan(specs, 1 << 20, 1 << 20)] == [80, 12_000_000, 40]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "planned"),
+    [
+        ([5, 50, 20, 20], [[5], [50, 20, 20]]),
+        ([5, 4, 80, 10, 10, 1], [[5, 4], [80, 10, 10], [1]]),
+        ([50, 20], [[50], [20]]),  # the first one, early and alone
+    ],
+)
+def test_the_first_cap_is_the_first_buckets_alone(sizes: list[int], planned: list[list[int]]) -> None:
+    specs = [ParameterSpec.of(f"p{i}", torch.empty(size)) for i, size in enumerate(sizes)]
+    plans = plan_buckets(specs, cap_bytes=400, first_cap_bytes=40)
+    assert [[slot.spec.numel for slot in plan.slots] for plan in plans] == planned
+
+
 def test_5000_parameters_are_planned_in_linear_time() -> None:
     specs = [ParameterSpec(f"p{i}", (1,), (1,), torch.float32, "cpu") for i in range(5000)]
     calls = 0

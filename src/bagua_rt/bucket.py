@@ -129,6 +129,9 @@ def plan_buckets(
     open_bytes: dict[tuple[torch.dtype, str], int] = {}
     last_position: dict[tuple[torch.dtype, str], int] = {}
 
+    def cap() -> int:
+        return cap_bytes if closed else min(first_cap_bytes, cap_bytes)
+
     def close(key: tuple[torch.dtype, str]) -> None:
         open_bytes.pop(key, None)
         if members := open_buckets.pop(key, []):
@@ -136,13 +139,12 @@ def plan_buckets(
 
     for position, spec in enumerate(specs):
         key = (spec.dtype, spec.device)
-        cap = cap_bytes if closed else min(first_cap_bytes, cap_bytes)
-        if open_bytes.get(key, 0) + spec.nbytes > cap:
+        if open_bytes.get(key, 0) + spec.nbytes > cap():
             close(key)
         open_buckets.setdefault(key, []).append(spec)
         open_bytes[key] = open_bytes.get(key, 0) + spec.nbytes
         last_position[key] = position
-        if spec.nbytes > cap:
+        if spec.nbytes > cap():
             close(key)
     for key in list(open_buckets):
         close(key)
