@@ -382,7 +382,7 @@ def attach_wrongly() -> dict[str, tuple[Callable[[], object], str]]:
         "optimizer": (lambda: attach(two, [1]), "torch.optim.Optimizer, one or several · got int"),
         "optimizer twice": (lambda: attach(two, [sgd, sgd]), "given twice"),
         "algorithm": (lambda: attach(two, sgd, "decentralized"), "bagua_rt.algorithms.create"),
-        "algorithm class": (lambda: attach(two, sgd, bagua.GradientAllReduce), "algorithm is none"),
+        "algorithm class": (lambda: attach(two, sgd, bagua.GradientAllReduce), "algorithm is not usable"),
         "cap 0": (lambda: attach(two, bucket_cap_mb=0), "bucket_cap_mb is not usable"),
         "cap text": (lambda: attach(two, bucket_cap_mb="10"), "bucket_cap_mb is not usable"),
         "cap bool": (lambda: attach(two, bucket_cap_mb=True), "bucket_cap_mb is not usable"),

@@ -95,10 +95,10 @@ class PickyState(AlgorithmState):
 PARTS = {
     "names": "the attachment's name · expected 'a' on every rank, as on rank 0 · got 'b' on rank 1",
     "a name and none": "got 'b' on rank 1",
-    "no name": "name is none",
+    "no name": "name is not usable",
     "cap": "bucket_cap_mb is not usable",
     "ignore": "ignore names what the model doesn't have",
-    "algorithm": "algorithm is none",
+    "algorithm": "algorithm is not usable",
     "its optimizer": "the setting algorithm",
     "bound": "picky doesn't like this rank",
     "setup": "picky doesn't like these",

@@ -135,7 +135,9 @@ def group_of(process_group: ProcessGroup | None) -> ProcessGroup:
     group = default_group() if process_group is None else process_group
     if not isinstance(group, ProcessGroup):
         raise UsageError(
-            "process_group is none", expected="what init() or new_group() gave", got=type(group).__name__
+            "process_group is not usable",
+            expected="what init() or new_group() gave",
+            got=type(group).__name__,
         )
     return group
 
@@ -252,7 +254,7 @@ def _chosen(algorithm: Algorithm | None, optimizers: Iterable[torch.optim.Optimi
         return paired[0].algorithm if paired else GradientAllReduce()
     if not isinstance(algorithm, Algorithm):
         raise UsageError(
-            "algorithm is none",
+            "algorithm is not usable",
             expected="an Algorithm, as bagua_rt.GradientAllReduce()",
             got=repr(algorithm),
             fix="bagua_rt.algorithms.create(name) makes one from its name",
@@ -267,9 +269,9 @@ def _check_arguments(
     name: str | None,
 ) -> None:
     if name is not None and not (isinstance(name, str) and name and name.isprintable()):
-        raise UsageError("name is none", expected="a printable text, or None", got=repr(name))
+        raise UsageError("name is not usable", expected="a printable text, or None", got=repr(name))
     if not isinstance(model, nn.Module):
-        raise UsageError("model is none", expected="a torch.nn.Module", got=type(model).__name__)
+        raise UsageError("model is not usable", expected="a torch.nn.Module", got=type(model).__name__)
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
             "model is scripted, and takes no hooks",
