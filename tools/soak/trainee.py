@@ -196,6 +196,7 @@ class Trainee:
 
     def _backward(self, *, raises: bool = False) -> None:
         mine = batches(self.plan, self.step, self.order.rank, self.order.life)
+        self._raising = False  # a life may have ended before it came to the exception
         for batch in mine[:-1]:
             with self.run.no_sync():
                 self._one_backward(batch)
