@@ -316,7 +316,7 @@ def memory_stays(ctx: RankContext, backend: str) -> None:
             (kernels.minmax_decode, lambda: [encoded(), zeros(rows, columns)]),
             (kernels.minmax_decode_mean, lambda: [encoded(), zeros(columns)]),
             (
-                lambda x, l, r, w, *a: kernels.ring_difference(x, l, r, w, (0.5, 0.25), *a),  # noqa: E741
+                lambda x, y, z, agreed, *a: kernels.ring_difference(x, y, z, agreed, (0.5, 0.25), *a),
                 lambda: [zeros(columns) for _ in range(4)],
             ),
             (kernels.add_difference, lambda: [zeros(columns) for _ in range(3)]),
